@@ -37,7 +37,8 @@ inline void named_barrier_arrive(uint32_t id, uint32_t threads) {
     sim::barrier_arrive(static_cast<int>(id), static_cast<int>(threads));
 }
 
-// Of memory the simulator models program order, and the order that barriers and atomics give.
+// The simulator models no memory ordering weaker than program order; across threads, barriers and
+// atomics order accesses.
 inline unsigned add_acq_rel(unsigned *counter, unsigned value) { return atomicAdd(counter, value); }
 inline void add_release(unsigned *counter, unsigned value) { atomicAdd(counter, value); }
 inline unsigned load_acquire(unsigned const *counter) { return sim::load_acquire(counter); }
@@ -53,7 +54,7 @@ void registers_lower() {
     sim::registers_change(kRegisters, false);
 }
 
-// ---- clusters; addresses of another block are given by its rank and the own ones
+// ---- clusters: objects of another block are given by its rank and their address in this block
 inline uint32_t cluster_rank() { return cute::block_rank_in_cluster(); }
 inline void cluster_arrive() { sim::cluster_arrive(false); }
 inline void cluster_wait() { sim::cluster_wait(); }
@@ -89,13 +90,14 @@ inline void barrier_arrive_copies(Barrier *barrier) { sim::mbarrier_arrive_copie
 inline void await_copies() { sim::cp_async_wait_all(); }
 
 inline void fence_async_proxy() { sim::fence_async_proxy(); }
-// Global memory has no proxies here.
+// A no-op: global memory has a single proxy in the simulator.
 inline void fence_async_proxy_global() {}
 
-// No cache is modelled.
+// An ordinary load: no cache is modelled.
 inline float4 load_from_l2(float4 const *gmem) { return *gmem; }
 
-// In turn among the atomics, so that blocks whose sums do not wait for it are found.
+// Takes its place in the drawn order of atomics, so that a block that adds to the sums without
+// having waited for this store is found.
 inline void store_first(float *gmem, float a, float b, float c, float d) {
     float const values[] = {a, b, c, d};
     sim::store_in_turn(gmem, values, 4);

@@ -1,6 +1,6 @@
-// Wraps CUDA's own <cuda_runtime.h>: the same types and declarations. The simulator implements the
-// calls that a kernel's launch code makes. CUDA's versions are renamed rather than overloaded, so
-// that no call can reach a CUDA runtime that happens to be loaded.
+// Wraps CUDA's own <cuda_runtime.h> and keeps its types and declarations. The simulator implements
+// the calls that a kernel's launch code makes. CUDA's versions of these are renamed rather than
+// overloaded, so that no call can reach a CUDA runtime that happens to be loaded.
 #pragma once
 
 #define cudaLaunchKernelEx cuda_runtime_LaunchKernelEx

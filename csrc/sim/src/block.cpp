@@ -129,7 +129,8 @@ void Block::start(uint64_t linear_index) {
     z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9u;
     z = (z ^ (z >> 27)) * 0x94D049BB133111EBu;
     random_state_ = (z ^ (z >> 31)) | 1;
-    // From a switch of warps at every instruction to warps that run until they block.
+    // pick() draws the warp anew with probability 1/2, 1/16 or 1/256, or only if none of its lanes
+    // is ready.
     constexpr uint64_t kPreemptMasks[] = {1, 15, 255, ~uint64_t(0)};
     preempt_mask_ = kPreemptMasks[random() % 4];
     steps_ = 0;
@@ -242,7 +243,8 @@ void Block::execute_atomic(void const *address, std::function<void()> const &ato
     Lane &self = *lane_;
     workers_.await_turn();
     entered(self);
-    // Atomics at one address order what their threads did before them and do after them.
+    // For the race detector: what a thread did before an atomic is ordered before what threads do
+    // after later atomics at the same address.
     void *const tag = const_cast<void *>(address);
     tsan::acquire(tag);
     atomic();
@@ -251,8 +253,8 @@ void Block::execute_atomic(void const *address, std::function<void()> const &ato
     entered(self);
 }
 
-// A polling thread must not starve the copies and the other warps, nor other blocks: each poll is a
-// turn.
+// Each poll takes a turn in the order of atomics, then runs other lanes and sometimes lands a copy:
+// a polling thread must not starve other blocks, the other warps and the copies.
 uint32_t Block::load_acquire(uint32_t const *address) {
     constexpr uint64_t kPolls = 100000;
     polls_ = steps_ == last_poll_step_ ? polls_ + 1 : 1;

@@ -52,9 +52,9 @@ struct AsyncCopy {
     std::byte *smem;
     std::byte const *gmem;
     int bytes;
-    bool valid;
-    uint64_t group;
-    uint64_t number;  // of the lane's copies
+    bool valid;       // false: reads nothing and writes zeros
+    uint64_t group;   // number of its group, among the lane's
+    uint64_t number;  // its own number, among the lane's copies
 };
 
 // What a suspended lane waits for; the deadlock report prints it.
@@ -87,15 +87,15 @@ struct Lane {
     uint64_t copy_group;        // the group that the next copy joins
     uint64_t copy_groups_done;  // groups below this have been waited for
     uint64_t copies_issued;
-    std::vector<uint64_t> copied;  // granules, since the last cp.async.mbarrier.arrive
+    std::vector<uint64_t> copied;  // granules of cp.asyncs since the last cp.async.mbarrier.arrive
     void *copy_agent;              // ThreadSanitizer's fibre for the copy engine's writes
-    std::array<char, 64> issue_tags, done_tags;  // addresses that carry happens-before, per group
+    std::array<char, 64> issue_tags, done_tags;  // ThreadSanitizer's, by group modulo 64
     Knowledge knowledge;
-    uint64_t wgmmas, wgmma_groups;  // issued, committed
+    uint64_t wgmmas, wgmma_groups;  // numbers issued and committed
     bool wgmma_fenced;              // wgmma.fence executed since the last wgmma.wait_group
     bool unfenced_loads;            // shared memory read since the last fence.proxy.async
-    bool cluster_arrived;           // at barrier.cluster, without a wait yet
-    uint64_t cluster_phase;
+    bool cluster_arrived;           // has arrived at barrier.cluster and not waited there yet
+    uint64_t cluster_phase;         // the phase in which it arrived
 };
 
 // Lanes that have arrived at one warp-wide instruction with one mask.
@@ -116,7 +116,7 @@ struct Warp {
 };
 
 struct Barrier {
-    int expected;  // 0: idle
+    int expected;  // threads per phase, as the last arrival said; 0 before the first
     int arrived;
     uint64_t phase;
     std::vector<Lane *> waiters;
@@ -127,7 +127,8 @@ struct Barrier {
     Knowledge knowledge;  // joined over the threads that have arrived
 };
 
-// Blocks of one launch, one after another: those of one rank of a worker's clusters.
+// Runs blocks of one launch, one after another: a worker has one Block for each rank of a cluster,
+// and reuses it for that rank of each of its clusters.
 class Block {
   public:
     Block(Launch const &launch, std::function<void()> const &body, Settings const &settings,
@@ -136,13 +137,15 @@ class Block {
     Block(Block const &) = delete;
     Block &operator=(Block const &) = delete;
 
-    // Makes its threads ready to run. The lane that goes first is drawn.
+    // Resets everything for block `linear_index` of the grid: all threads are ready to run, and the
+    // lane that goes first is drawn.
     void start(uint64_t linear_index);
-    // Makes this the running block: the fibre to switch to.
+    // Makes this the running block, and returns the fibre to switch to.
     Fiber &resumed();
-    // After a switch back to the lane: it runs.
+    // Called after a switch to the lane's fibre: makes it the running lane and sets threadIdx and
+    // blockIdx.
     void entered(Lane &lane);
-    // Called by the cluster's caller when all its blocks have ended, or one has failed.
+    // Called by Cluster::run() when all blocks of the cluster have ended, or one has failed.
     void finish(bool failed);
     std::string const &error() const { return error_; }
     int error_code() const { return error_code_; }
@@ -150,7 +153,7 @@ class Block {
     std::vector<TraceEntry> const &trace() const { return trace_; }
 
     static Block &current();
-    // Adds to a report of AddressSanitizer which wgmma in flight owns the register accessed.
+    // Adds to a report of AddressSanitizer whose wgmma in flight uses the register accessed.
     static void explain_report(char const *report);
     Lane &lane() { return *lane_; }
     Warp &warp() { return warps_[lane_->warp]; }
@@ -174,41 +177,45 @@ class Block {
     // The offset of a shared memory address, checked against the block's allocation.
     uint64_t smem_offset(void const *address, int bytes, int alignment, char const *what);
 
-    // Calls atomic() when this block is next in the launch's order of atomics. last: its turn ends.
+    // Calls atomic() when this block's worker has the turn in the launch's order of atomics, and
+    // ends the turn if `last`.
     void execute_atomic(void const *address, std::function<void()> const &atomic, bool last = true);
     void reduce_add(float *address, float const *values, int count);
     void store_in_turn(float *address, float const *values, int count);
     uint32_t load_acquire(uint32_t const *address);
     // griddepcontrol.wait: returns once the previous kernel has ended.
     void dependency_wait();
-    // Fails if the running thread accesses global memory before its wait for the previous kernel.
+    // In a dependent launch: fails unless the previous kernel's end happens before this access to
+    // global memory.
     void check_dependency(char const *what, void const *address);
     // Suspends the running lane until wake().
     void park(Waiting waiting);
     void wake(Lane &lane);
-    void yield_at_random();
+    void yield_at_random();  // lets another lane run with probability 1/8
     // ---- the other blocks of the cluster
     int rank() const { return rank_; }
     Cluster &cluster() { return cluster_; }
-    // The block of that rank. Fails if the running thread may not access its shared memory.
+    // Returns the block of that rank. Fails if the running thread may not access its shared memory:
+    // the block has ended, or its start does not happen before.
     Block &peer(uint32_t rank, char const *what);
-    // mapa: the address in the shared memory of `other` at the same offset.
+    // mapa: returns the address at the same offset of the shared memory of `other`.
     void *map_to(Block &other, void const *address);
     void *smem_at(uint32_t address) { return smem_ + (address - kReservedSmem); }
     // The block of the cluster whose shared memory holds the address; null if there is none.
     Block *owner_of(void const *address);
     void cluster_barrier(WarpInstruction instruction, bool relaxed);
 
-    // Counts an instruction at which threads synchronise; fails beyond the budget.
+    // Counts a step of the running thread: a warp-wide or warpgroup-wide instruction, a wait or
+    // test of an mbarrier, or griddepcontrol.wait. Fails beyond the block's budget of steps.
     void count_step();
     int elected_lane(int warp) const {
         return static_cast<int>((settings_.seed * 7 + linear_index_ * 5 + warp) % kWarpSize);
     }
 
-    // Ends the running block's cluster; the block may differ from *this. The message names the
-    // running thread.
+    // Reports an error of the running block, which may differ from *this, and ends its cluster. The
+    // message names the running thread.
     [[noreturn]] void fail(int code, std::string const &message);
-    // The same, without naming the thread.
+    // Like fail(), with a message that names no thread.
     [[noreturn]] void give_up(int code, std::string const &message);
     Counters counters_;
     Sm90 sm90_{*this};
@@ -218,15 +225,19 @@ class Block {
     friend class Sm90;
     friend class Cluster;
     void check_sums(char const *what, float const *address, int bytes);
-    // Switches to another ready lane: of warp `preferred` if given, else of the running warp.
+    // Switches to the lane of pick_or_land(), with the running warp as the default for `preferred`.
+    // Returns when the running lane is scheduled again. Fails in a deadlock.
     void suspend(Warp *preferred = nullptr);
+    // Draws a ready lane, of warp `preferred` or, at random or if none is ready there, of any warp.
+    // Null if no lane is ready.
     Lane *pick(Warp *preferred);
-    // Like pick(). If no lane is ready, runs another block of the cluster, completes a copy in
-    // flight or ends the previous kernel, and tries again. Null in a deadlock.
+    // Like pick(), after another block of the cluster had its chance of a turn. While no lane is
+    // ready, runs another block of the cluster, completes a copy in flight or ends the previous
+    // kernel, and draws again. Null in a deadlock.
     Lane *pick_or_land(Warp *preferred);
     [[noreturn]] void exit_lane();
     bool can_go_on() const;
-    // Ends the previous kernel and wakes the lanes that wait for it; false if there are none.
+    // Ends the previous kernel and wakes the lanes that wait for it; false if no lane does.
     bool end_dependency();
     void check_not_awaited(Lane const &lane);
     void check_can_complete(int barrier);
@@ -257,13 +268,13 @@ class Block {
     uint64_t linear_index_ = 0;
     Dim3 block_{};
     uint64_t steps_ = 0;
-    uint64_t polls_ = 0, last_poll_step_ = 0;  // polls of global memory since that step
+    uint64_t polls_ = 0, last_poll_step_ = 0;  // polls of global memory since the last step
     uint64_t random_state_ = 0;
-    uint64_t preempt_mask_ = 0;
+    uint64_t preempt_mask_ = 0;  // pick() leaves the warp if random() has none of these bits set
     std::vector<TraceEntry> trace_;
     std::string error_;
     int error_code_ = 0;
-    char block_end_tag_ = 0;
+    char block_end_tag_ = 0;  // ThreadSanitizer's: orders the threads before finish()
 
     uint64_t random();
 };

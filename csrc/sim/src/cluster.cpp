@@ -187,8 +187,9 @@ void Cluster::note_access(Block &peer) {
     lane.knowledge.accesses_of(block.rank())[lane.warp] = number;
 }
 
-// barrier.cluster does not wait for exited threads. With its last thread a block's shared memory is
-// gone, so all accesses of other blocks must happen before that.
+// barrier.cluster does not wait for exited threads. When its last thread exits, a block's shared
+// memory is gone, so all accesses of other blocks to it must happen before the exit of one of its
+// threads.
 void Cluster::exited(Block &block, Lane &lane) {
     if (size() > 1) {
         Knowledge &known = last_known_[block.rank()];
@@ -285,7 +286,7 @@ void *map_shared_rank(void const *address, uint32_t rank) {
 uint32_t map_smem_address(uint32_t address, uint32_t rank) {
     Block &block = Block::current();
     block.peer(rank, "mapa");
-    // Beyond the addresses of a block's own shared memory.
+    // The rank is in bits 24 and up, beyond the addresses of a block's own shared memory.
     return (address & 0xFFFFFF) | (rank + 1) << 24;
 }
 

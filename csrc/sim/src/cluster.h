@@ -1,5 +1,5 @@
 // A cluster of blocks, of which one runs at a time; the seed determines the order. A block that is
-// launched without a cluster is one of its own.
+// launched without a cluster is a cluster of size 1.
 #pragma once
 
 #include <array>
@@ -38,22 +38,23 @@ class Cluster {
     Block &block(int rank) const { return *blocks_[rank]; }
     bool ended(int rank) const { return ended_[rank]; }
 
-    // Runs the blocks of the unit to their ends. Null, or the block that failed: the others stay
-    // as they are, and the cluster can't run another unit.
+    // Runs the blocks of the unit to their ends. Returns null, or the block that failed: the others
+    // then stay as they are, and the cluster can't run another unit.
     Block *run(uint64_t unit);
 
     // Called by the running block: switches to another block with a ready lane, and returns when
     // `block` is scheduled again. False if no other block has a ready lane.
     bool pass_turn(Block &block);
-    // The same with probability 1/16.
+    // Calls pass_turn() with probability 1/16.
     void pass_turn_at_random(Block &block);
-    // The fibre that goes on when the block has ended.
+    // Called when the block has ended: returns the fibre that goes on, of another block or of the
+    // caller of run().
     Fiber &after(Block &block);
-    // Called by the running block, which has failed.
+    // Called by the running block, which has failed: makes run() return it.
     [[noreturn]] void abandon(Block &block);
-    // Completes one copy in flight to any of the blocks; false if there is none.
+    // Completes one copy in flight, or copy arrival, of any of the blocks; false if there is none.
     bool land_one();
-    // Ends the previous kernel; false if no thread waits for that.
+    // Ends the previous kernel; false if no thread of the cluster waits for its end.
     bool end_dependency();
 
     void arrive(bool relaxed);
@@ -74,7 +75,7 @@ class Cluster {
     Settings const &settings_;
     std::vector<std::unique_ptr<Block>> blocks_;
     std::vector<bool> ended_;
-    Fiber *main_ = nullptr;  // that called run()
+    Fiber *main_ = nullptr;  // the fibre that called run()
     Block *failed_ = nullptr;
     uint64_t unit_ = 0;
     uint64_t random_state_ = 0;
@@ -84,11 +85,12 @@ class Cluster {
     std::vector<std::pair<Block *, Lane *>> waiters_;
     Knowledge incoming_, published_;
     std::array<char, 2> tags_{};
-    // By rank: the number of accesses of each warp to other blocks.
+    // By rank: how many accesses to other blocks' shared memory each warp of the block has made.
     std::vector<Accesses> accesses_;
-    // By rank: the knowledge of the block's threads that have exited, joined.
+    // By rank: the knowledge of the block's threads, joined over those that have exited.
     std::vector<Knowledge> last_known_;
-    // By rank and rank of the accessing block: the number of each warp's last access.
+    // By rank of the accessed block, then of the accessing one: for each warp of the latter, the
+    // number of its last access to the former (see accesses_).
     std::vector<std::vector<Accesses>> last_access_;
 };
 

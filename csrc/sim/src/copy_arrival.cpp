@@ -15,8 +15,8 @@ void Sm90::note_copy(uint64_t offset, uint64_t bytes) {
     block_.lane().copied.push_back(offset / kGranule);
 }
 
-// The copies' readers have to wait for the phase in which the arrival counts: the current one,
-// unless earlier arrivals of the lane are still to come.
+// Whoever reads the copied bytes must wait for the phase in which this arrival counts: the current
+// one, plus one for each of the lane's earlier arrivals at this mbarrier that are still pending.
 void Sm90::mbarrier_arrive_copies(void *address) {
     tsan::Unwatched const unwatched;
     Mbarrier &barrier = find(address, "cp.async.mbarrier.arrive");
@@ -36,7 +36,8 @@ void Sm90::mbarrier_arrive_copies(void *address) {
     }
 }
 
-// It orders the lane's copies before those who wait, and nothing else that the lane has done.
+// Lands the copies that the arrival covers, then arrives. That orders these copies before the
+// threads that wait for the phase, and nothing else that the lane has done.
 void Sm90::fire(size_t index) {
     CopyArrival const arrival = arrivals_[index];
     arrivals_.erase(arrivals_.begin() + static_cast<ptrdiff_t>(index));

@@ -1,4 +1,4 @@
-// Exact counters of a launch, and the grouping of the accesses of lanes into warp requests.
+// Exact counters of a launch, and the grouping of lanes' accesses into requests of their warp.
 #pragma once
 
 #include <array>
@@ -11,10 +11,11 @@ namespace sim {
 // Requests, instructions and wavefronts are per warp. Bytes are those that the lanes access. A
 // conflict is a shared memory wavefront beyond the fewest possible. A sector is 32 bytes of global
 // memory touched by a request. wgmma counts once per warpgroup. tma_bytes counts whole boxes, and
-// tma_zero_bytes their part outside the tensor. tma_store_bytes and tma_store_outside_bytes are the
-// same for stores, where the part outside is not written. A multicast box counts once in tma_bytes,
-// and its further destinations as tma_multicast_bytes. cluster_bytes are loads and stores of
-// another block's shared memory.
+// tma_zero_bytes their part outside the tensor, which is filled with zeros. tma_store_bytes counts
+// whole stored boxes, and tma_store_outside_bytes their part outside the tensor, which is not
+// written. A multicast box counts once in tma_bytes, and its copies for further blocks in
+// tma_multicast_bytes. cluster_bytes counts loads and stores of another block's shared memory, and
+// copies to it.
 struct Counters {
     uint64_t blocks = 0;
     uint64_t mma = 0;
@@ -116,13 +117,15 @@ static_assert(sizeof(Counters) == sizeof(uint64_t) * std::size(kCounterNames), "
 
 enum class AccessKind : uint8_t { shared_load, shared_store, global_load, global_store, cp_async };
 
-// Wavefronts that the addresses of one shared memory request need beyond the fewest possible.
+// Returns how many wavefronts a shared memory request needs beyond the fewest possible. `lanes` is
+// the mask of its lanes, each of which accesses `bytes` bytes at its offset.
 int bank_conflicts(uint64_t const *offsets, uint32_t lanes, int bytes);
-// 32-byte sectors that one global memory request touches.
+// Returns how many 32-byte sectors a global memory request touches.
 int sectors(uint64_t const *addresses, uint32_t lanes, int bytes);
 
-// One warp's accesses since its lanes last converged. The return address identifies an instruction.
-// A lane's n-th execution of it belongs to the n-th request of that instruction.
+// Groups one warp's accesses since its lanes last converged into requests. The return address
+// (`site`) identifies an instruction, and a lane's n-th execution of an instruction belongs to the
+// n-th request of that instruction.
 class AccessLog {
   public:
     void note(AccessKind kind, void const *site, int lane, int bytes, uint64_t address,
@@ -140,7 +143,7 @@ class AccessLog {
     static void tally(Request const &request, Counters &counters);
 
     std::vector<Request> requests_;
-    std::array<uint32_t, 32> cursor_{};
+    std::array<uint32_t, 32> cursor_{};  // by lane: the request after the one that it last joined
 };
 
 }  // namespace sim

@@ -51,7 +51,7 @@ void Dependency::leave(uint64_t unit) {
     }
 }
 
-// Restores the contents of the tensors, after a check for early writes.
+// Ends the previous kernel: checks the tensors for early writes, then restores their contents.
 void Dependency::end() {
     if (over()) {
         return;
@@ -108,7 +108,7 @@ bool Block::end_dependency() {
     dependency_.await(cluster_.unit(), workers_);
     running.entered(self);
     if (!dependency_.early_write().empty()) {
-        // The writing thread is unknown, and is not the running one.
+        // Names no thread: the writing one is unknown, and is not the running one.
         give_up(kLaunchFailure, dependency_.early_write());
     }
     for (Lane &lane : lanes_) {

@@ -20,7 +20,7 @@ struct Fiber {
 void fiber_prepare(Fiber &fiber, void (*entry)());
 // Describes the OS thread as the running fibre, so that others can switch back to it.
 void fiber_adopt_thread(Fiber &fiber);
-// The first call in entry().
+// Must be the first call in entry(): completes the switch to the fibre for AddressSanitizer.
 void fiber_entered();
 Fiber &running_fiber();
 // Leaves the running fibre for another one, and returns when one switches back.
@@ -28,7 +28,8 @@ void fiber_switch(Fiber &to);
 // Releases what fiber_prepare or fiber_adopt_thread acquired; the fibre must not be running.
 void fiber_release(Fiber &fiber);
 
-// The stacks of some fibres. One that overflows faults instead of corrupting the next.
+// The stacks of `count` fibres, with a guard page below each: a stack that overflows faults instead
+// of corrupting its neighbour.
 class Stacks {
   public:
     explicit Stacks(size_t count);
@@ -37,7 +38,7 @@ class Stacks {
     Stacks &operator=(Stacks const &) = delete;
 
     void give(size_t index, Fiber &fiber) const;
-    bool hold(void const *address) const;
+    bool hold(void const *address) const;  // whether `address` is in one of these stacks
 
   private:
     static constexpr size_t kBytes = 512 * 1024;

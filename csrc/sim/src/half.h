@@ -1,4 +1,4 @@
-// 16-bit floating point to fp32.
+// Conversions of fp16 and bf16 to fp32.
 #pragma once
 
 #include <bit>

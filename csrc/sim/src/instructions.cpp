@@ -52,8 +52,9 @@ Arguments &arguments(Warp &warp, int lane) {
     return *static_cast<Arguments *>(warp.lanes[lane]->arguments);
 }
 
-// Rows of 16 bytes, one per lane. Of each 8x8 matrix lane l receives the elements 2 (l % 4) and + 1
-// of row l / 4 or, transposed, of column l / 4 (PTX ISA, ldmatrix).
+// Lane 8 m + r gives the address of row r (16 bytes) of the 8x8 matrix m. Lane l receives of each
+// matrix elements 2 (l % 4) and 2 (l % 4) + 1 of row l / 4 or, if transposed, of column l / 4 (PTX
+// ISA, ldmatrix).
 void execute_ldmatrix(Block &block, Warp &warp, uint32_t) {
     auto const &first = arguments<LdmatrixArguments>(warp, 0);
     std::array<uint64_t, kWarpSize> offsets;
@@ -80,7 +81,7 @@ void execute_ldmatrix(Block &block, Warp &warp, uint32_t) {
     block.counters_.ldmatrix_conflicts += conflicts;
 }
 
-// The inverse, with the same fragments (PTX ISA, stmatrix).
+// The inverse of execute_ldmatrix(): stores its fragments to the rows (PTX ISA, stmatrix).
 void execute_stmatrix(Block &block, Warp &warp, uint32_t) {
     auto const &first = arguments<StmatrixArguments>(warp, 0);
     std::array<uint64_t, kWarpSize> offsets;
@@ -109,8 +110,9 @@ void execute_stmatrix(Block &block, Warp &warp, uint32_t) {
 
 template <float (*convert)(uint16_t), int kK>
 void mma_tile(Warp &warp) {
-    // Fragment layouts of mma.m16n8k16 (PTX ISA): g = lane / 4, t = lane % 4; register r of A holds
-    // row g + 8 (r % 2), columns 2 t + 8 (r / 2) and + 1; of B rows 2 t + 8 r and + 1, column g.
+    // Fragment layouts of mma.m16n8k16 (PTX ISA), with g = lane / 4 and t = 2 (lane % 4). Register
+    // r of A holds row g + 8 (r % 2), columns t + 8 (r / 2) and the next. Register r of B holds
+    // rows t + 8 r and the next, column g.
     uint16_t a16[kK][16], b16[kK][8];
     float c[16][8];
     for (int lane = 0; lane < kWarpSize; ++lane) {
@@ -183,7 +185,7 @@ int source_lane(ShuffleArguments const &x, int lane) {
             source = within ^ argument;
             break;
     }
-    // Out of the segment: the lane keeps its own value (PTX ISA, shfl.sync).
+    // If the source is outside the segment, the lane gets its own value (PTX ISA, shfl.sync).
     return source < 0 || source >= x.width ? lane : base + source;
 }
 
@@ -192,14 +194,14 @@ void execute_shuffle(Block &block, Warp &warp, uint32_t mask) {
         int const lane = std::countr_zero(rest);
         auto &x = arguments<ShuffleArguments>(warp, lane);
         int const source = source_lane(x, lane);
-        // The value of a lane outside the mask is undefined.
+        // What a lane outside the mask provides is undefined.
         x.result = mask >> source & 1 ? arguments<ShuffleArguments>(warp, source).value
                                       : uint32_t(kPoison) << 16 | kPoison;
     }
     block.counters_.shuffles += 1;
 }
 
-// elect.sync: any lane, but always the same one of a warp.
+// elect.sync may elect any lane, but always elects the same one of a warp.
 void execute_elect(Block &block, Warp &warp, uint32_t) {
     int const elected = block.elected_lane(warp.lanes[0]->warp);
     for (int lane = 0; lane < kWarpSize; ++lane) {

@@ -1,5 +1,5 @@
 // Vector clocks: which events happen before the next instruction of a CUDA thread. Arrivals and
-// waits at barriers of any kind join them.
+// waits at barriers of any kind join the clocks of the threads.
 #pragma once
 
 #include <algorithm>
@@ -15,7 +15,8 @@ inline constexpr int kMbarriers = 48;  // per block
 inline constexpr int kWarps = 32;
 inline constexpr int kStoreQueues = 16;  // threads of a block that may issue TMA stores
 
-// The arrays are distinct, without which the compiler does not vectorise the loop.
+// mine[i] = choice(mine[i], theirs[i]). The arrays must be distinct: without __restrict the
+// compiler does not vectorise the loop.
 template <size_t kCount, class Choice>
 void choose(std::array<uint32_t, kCount> &mine, std::array<uint32_t, kCount> const &theirs,
             Choice const &choice) {
@@ -28,9 +29,9 @@ void choose(std::array<uint32_t, kCount> &mine, std::array<uint32_t, kCount> con
 
 // The clock of events in one block, each a count from 0:
 // - phases: the current phase of each mbarrier. Phase 1 begins with the initialisation.
-// - fenced: the same as it was at the last fence.proxy.async.
-// - retired: the wgmmas that each warp has waited for.
-// - stores: the TMA stores of each queue that have read their boxes.
+// - fenced: for each mbarrier, the phase that was current at the latest fence.proxy.async.
+// - retired: for each warp, the wgmmas that it has waited for.
+// - stores: for each queue, the TMA stores that have read their boxes.
 struct BlockKnowledge {
     std::array<uint32_t, kMbarriers> phases{}, fenced{};
     std::array<uint32_t, kWarps> retired{};
@@ -41,7 +42,7 @@ struct BlockKnowledge {
         combine(other, [](uint32_t a, uint32_t b) { return a > b ? a : b; });
         runs |= other.runs;
     }
-    // The minimum: the events known to both.
+    // Takes the minimum, so that only the events known to both are left.
     void meet(BlockKnowledge const &other) {
         combine(other, [](uint32_t a, uint32_t b) { return a < b ? a : b; });
         runs &= other.runs;
@@ -59,11 +60,11 @@ struct BlockKnowledge {
 
 // The number of accesses of each warp of a block to other blocks' shared memory.
 using Accesses = std::array<uint32_t, kWarps>;
-// For each lane of a warp, the number of its fence.proxy.async that follow a load.
+// For each lane of a warp, how many fence.proxy.async it has executed that followed a load.
 using LaneFences = std::array<uint32_t, 32>;
 
-// LaneFences by rank and warp; a missing element is 0. Threads that know the same share one vector,
-// so that what the threads of a warp join one after the other is computed once.
+// LaneFences by rank and warp; a missing element is 0. Threads share these vectors, which are never
+// modified, so that a join that all threads of a warp repeat is computed once.
 class Fences {
   public:
     uint32_t of(int rank, int warp, int lane) const {
@@ -85,7 +86,7 @@ class Fences {
             all_ = other.all_;
             return;
         }
-        static std::array<std::shared_ptr<All const>, 3> last;  // two, and both joined
+        static std::array<std::shared_ptr<All const>, 3> last;  // two, and the result of their join
         if (last[0] != all_ || last[1] != other.all_) {
             last = {all_, other.all_, joined(all_, other.all_)};
         }

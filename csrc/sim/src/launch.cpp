@@ -1,4 +1,4 @@
-// Kernel launches: the checks of the CUDA runtime, then the grid over the workers.
+// Kernel launches: checks what the CUDA runtime checks, then runs the grid on the workers.
 #include <algorithm>
 #include <unordered_map>
 #include <unordered_set>
@@ -31,11 +31,12 @@ struct Run {
     uint64_t units;
     Workers workers;
     Dependency dependency;
-    uint64_t failed = UINT64_MAX;  // the lowest failing unit: a repeatable report
+    uint64_t failed = UINT64_MAX;  // the lowest unit that failed, so that the report is repeatable
     int code = kSuccess;
 };
 
-// Runs every so many-th unit from `worker` on.
+// The code of one worker: runs units `worker`, `worker` + count, `worker` + 2 count, ..., and adds
+// the counters and traces of its blocks to the state.
 void work(Run &run, uint64_t worker) {
     Cluster cluster(run.launch, run.body, state().settings, run.workers, run.dependency);
     for (uint64_t unit = worker; unit < run.units; unit += run.workers.count()) {
@@ -54,7 +55,7 @@ void work(Run &run, uint64_t worker) {
     }
 }
 
-// An error in the launch's cluster shape, or empty.
+// Returns what is wrong with the launch's cluster shape, or an empty string.
 std::string wrong_cluster(Launch const &launch, bool large) {
     Dim3 const &g = launch.grid, &c = launch.cluster;
     uint64_t const blocks = uint64_t(c.x) * c.y * c.z;

@@ -9,7 +9,7 @@ namespace sim {
 
 namespace {
 
-constexpr uint32_t kMaxArrivals = (1u << 20) - 1;         // PTX ISA; the limit of the tx-count, too
+constexpr uint32_t kMaxArrivals = (1u << 20) - 1;         // PTX ISA: limit of arrivals and tx-count
 constexpr uint64_t kBarrierMark = 0x7FBF'6D62'6172'7FBF;  // stored instead of the hardware's state
 
 }  // namespace
@@ -42,8 +42,9 @@ void Sm90::activate() {
     mbarriers_.reserve(kMbarriers);
     size_t const threads = block_.lanes_.size();
     warpgroups_.resize(threads / kWarpgroupSize);
-    // Registers per thread: a share of the register file of 65536, in steps of 8, of which ptxas
-    // takes no more than the largest setmaxnreg of the kernel: 240 in those that could have more.
+    // Registers per thread at the launch: an equal share of the register file's 65536, rounded down
+    // to a multiple of 8. But ptxas takes no more than the kernel's largest setmaxnreg, which is
+    // 240 in the kernels whose share is larger.
     int const sharing = static_cast<int>(threads) * state().settings.min_ctas;
     int const registers = std::min(65536 / sharing / 8 * 8, 240);
     for (size_t i = 0; i < warpgroups_.size(); ++i) {
@@ -147,7 +148,7 @@ void Sm90::arrive(Mbarrier &barrier, uint32_t bytes, char const *what) {
 
 void Sm90::complete(Mbarrier &barrier) {
     auto const index = static_cast<int>(&barrier - &mbarriers_[0]);
-    // In a cluster, bytes of another block may complete before this block's expect_tx.
+    // In a cluster, bytes from another block may complete before this block's expect_tx.
     bool const may_expect_more = barrier.pending > 0 && block_.cluster_.size() > 1;
     if (barrier.tx_count < 0 && !may_expect_more) {
         block_.fail(kLaunchFailure, "transaction bytes: copies bring " +
@@ -198,7 +199,8 @@ void Sm90::acquire_phase(Mbarrier &barrier) {
     phase = std::max(phase, barrier.phase);
 }
 
-// A polling thread must not starve the copies and the other warps.
+// While the phase is incomplete each test runs other lanes and, sometimes, lands a copy: a polling
+// thread must not starve the copies and the other warps.
 bool Sm90::mbarrier_test(void *address, uint32_t parity) {
     tsan::Unwatched const unwatched;
     Mbarrier &barrier = find(address, "mbarrier.test_wait");
@@ -206,14 +208,14 @@ bool Sm90::mbarrier_test(void *address, uint32_t parity) {
     polls_ = block_.steps_ == last_poll_step_ + 1 ? polls_ + 1 : 1;
     last_poll_step_ = block_.steps_;
     auto const waits = [&] { return ((barrier.phase - 1) & 1) == (parity & 1); };
-    if (waits()) {  // any warp, so that the one that has to arrive is scheduled
+    if (waits()) {  // draws any warp, so that one that has to arrive is scheduled
         block_.suspend(&block_.warps_[block_.random() % block_.warps_.size()]);
     }
     if (waits() && block_.random() % 64 == 0 && !block_.cluster_.land_one()) {
         block_.cluster_.end_dependency();
     }
     if (waits()) {
-        // In a cluster the thread may wait for another block, whose steps are counted apart.
+        // In a cluster the thread may wait for another block, whose steps are not in steps_.
         if (polls_ > kMaxPolls && copies_.empty() && arrivals_.empty() &&
             block_.cluster_.size() == 1) {
             block_.fail(kLaunchFailure, "deadlock: " + std::to_string(kMaxPolls) +

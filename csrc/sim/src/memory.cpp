@@ -103,7 +103,7 @@ void Block::copy_issue(std::byte *smem, std::byte const *gmem, int bytes, bool v
         land(self, copy);
         return;
     }
-    // Until the wait the contents of the destination are undefined.
+    // Until the copy has been waited for, the contents of its destination are undefined.
     for (int i = 0; i < bytes; i += 2) {
         std::memcpy(smem + i, &kPoison, sizeof kPoison);
     }

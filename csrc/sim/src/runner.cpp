@@ -1,8 +1,8 @@
-// Runs one problem through one kernel's shared object: `runner kernels.so name problem result`. A
-// process of its own, so that sanitizers can be linked in and a broken kernel harms nobody. The two
-// files are what flashcute/sim/run.py packs and unpacks: 8-byte little-endian words and, each with
-// its length before it, bytes. Of the kernel's parameters this program knows only their bytes and
-// where in them the pointers are.
+// Runs one problem through one kernel's shared object: `runner kernels.so name problem result`. It
+// is a separate process, so that sanitizers can be linked in and a broken kernel harms nobody else.
+// flashcute/sim/run.py packs the problem file and unpacks the result file. They consist of 8-byte
+// little-endian words and of byte strings, each after its length. Of the kernel's parameters this
+// program gets only the bytes and the offsets of the pointers in them.
 #include <dlfcn.h>
 
 #include <algorithm>
@@ -89,7 +89,8 @@ class Guarded {
     char *data() { return reinterpret_cast<char *>(storage_.data()) + kMargin; }
     size_t bytes() const { return bytes_; }
     sim::Region region() { return {name_, reinterpret_cast<std::byte const *>(data()), bytes_}; }
-    // A report of the first byte of the margins that was overwritten, or empty.
+    // Returns a message about the first byte of the margins that was overwritten, or an empty
+    // string.
     std::string damage() {
         unguard();
         auto const *const all = reinterpret_cast<char const *>(storage_.data());
@@ -122,12 +123,12 @@ class Guarded {
     std::vector<Chunk> storage_;
 };
 
-// What a pointer of the kernel's parameters points to.
+// A tensor that a pointer of the kernel's parameters points to.
 struct Buffer {
     std::string name;     // in messages
     uint64_t pointer;     // its byte offset in the parameters
     bool output;          // whether the kernel writes it
-    std::string initial;  // what it holds before the first launch; an output, before each
+    std::string initial;  // contents before the first launch; of an output, before each launch
     Guarded memory;
 
     explicit Buffer(Reader &in)
@@ -141,7 +142,8 @@ struct Buffer {
     void reset() { std::copy(initial.begin(), initial.end(), memory.data()); }
 };
 
-// A backward's description differs in the type of the parameters alone.
+// Loads the description of kernel `name`. That of a backward differs only in the type of the
+// parameters, so the type of a forward's serves for both.
 flash::Flash_kernel const &load(char const *path, char const *name, size_t params_size) {
     void *const library = dlopen(path, RTLD_NOW | RTLD_LOCAL);
     if (library == nullptr) {
@@ -187,7 +189,9 @@ void run(char const *library, char const *name, char const *problem_path, char c
 
     flash::Flash_kernel const &kernel = load(library, name, params.size());
     auto const *const arguments = reinterpret_cast<flash::Flash_fwd_params const *>(params.data());
-    // With a plan that is there already, of another layer, only what is appended is this one's.
+    // Without settings.plan there is no plan, or a run for another layer has made it. Only this
+    // layer's new keys are left to append, which is all that Flash_kernel::plan does without
+    // plan_ptr.
     auto const prepare = [&] {
         if (sim::state().settings.plan) {
             return kernel.plan(arguments, nullptr);
@@ -206,10 +210,10 @@ void run(char const *library, char const *name, char const *problem_path, char c
     auto const started = std::chrono::steady_clock::now();
     int code = launch();
     for (int i = 1; i < sim::state().settings.launches && code == 0; ++i) {
-        // A launch of several kernels adds up what they count.
+        // Every kernel adds to these, so that a launch of several kernels reports their sum.
         sim::state().counters = {};
         sim::state().trace.clear();
-        // What an earlier launch computed must not make up for what this one does not.
+        // Results of an earlier launch must not hide that this one does not compute them.
         for (Buffer &buffer : buffers) {
             if (buffer.output) {
                 buffer.reset();
@@ -242,7 +246,7 @@ void run(char const *library, char const *name, char const *problem_path, char c
         out.word(entry.region);
         out.word(entry.offset);
     }
-    // What a failed launch left is of no use, and nothing orders this thread behind its stores.
+    // A failed launch leaves no useful outputs, and this thread is not ordered after its stores.
     for (Buffer &buffer : buffers) {
         if (code == 0 && buffer.output) {
             out.raw(buffer.memory.data(), buffer.memory.bytes());

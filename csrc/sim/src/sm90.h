@@ -20,16 +20,17 @@ class Block;
 struct Lane;
 
 inline constexpr int kWarpgroupSize = 128;
-// Granularity in bytes at which writers and readers of shared memory are recorded: a swizzled row.
+// Granularity in bytes at which writers and readers of shared memory are recorded: one row of the
+// 128-byte swizzle.
 inline constexpr uint64_t kGranule = 128;
 
 struct Mbarrier {
-    uint64_t offset;
+    uint64_t offset;        // in shared memory
     int arrivals, pending;  // arrivals per phase, and those missing in the current one
     int64_t tx_count;       // pending transaction bytes: expected and not completed
-    uint32_t phase;         // the current one
+    uint32_t phase;         // number of the current phase, from 1
     uint64_t under_way;     // bytes of this phase's copies that are in flight
-    Lane const *creator;    // until fence.mbarrier_init; then null
+    Lane const *creator;    // the initialising thread; null after its fence.mbarrier_init
     std::vector<Lane *> waiters;
     Knowledge incoming;        // joined over all arrivals
     Knowledge published;       // joined over the arrivals of completed phases
@@ -55,61 +56,65 @@ struct Box {
     uint64_t offset, bytes;
 };
 
-// The elements [first, end) of a row of a box that lie in the tensor, the first of them at `gmem`.
+// A row of a box. Its elements [first, end) lie in the tensor, the first of them at `gmem`.
 struct BoxRow {
     uint64_t offset;  // of the row in shared memory, before swizzling
     int64_t first, end;
     std::byte *gmem;
 };
 
+// A copy in flight to this block's shared memory: a TMA load, st.async, or cp.async.bulk from
+// another block.
 struct BulkCopy {
     Box box;
-    int barrier;
-    bool repeated;  // multicast, and not to the first block of the mask
-    bool is_word;   // st.async: 4 bytes, not from a tensor
+    int barrier;    // index of the mbarrier that gets the transaction bytes
+    bool repeated;  // of a multicast, to another block than the first of its mask
+    bool is_word;   // st.async of `word`
     uint32_t word;
-    std::byte const *source;      // cp.async.bulk of another block's shared memory, and
-    std::vector<std::byte> sent;  // its bytes at the issue; empty where it is none
+    std::byte const *source;      // cp.async.bulk: in the issuing block's shared memory
+    std::vector<std::byte> sent;  // cp.async.bulk: the bytes there at the issue; else empty
 };
 
-// An arrival that comes once the lane's copies with numbers below `copies` have landed.
+// A pending cp.async.mbarrier.arrive.noinc, which arrives once the lane's copies with numbers below
+// `copies` have landed.
 struct CopyArrival {
     Lane *lane;
     uint64_t copies;
     int barrier;
 };
 
-// 16 bytes of a box, of which `bytes` after the first `skip` are in the tensor. A bulk reduction's
-// box is contiguous.
+// 16 bytes of a stored box, of which `bytes` after the first `skip` are in the tensor. The floats
+// of a bulk store or reduction are contiguous, and all in the tensor.
 struct StorePiece {
     uint64_t at;  // offset in shared memory
     uint64_t skip, bytes;
-    std::byte *gmem;  // destination of the first byte after `skip`
-    std::array<std::byte, 16> source;
+    std::byte *gmem;                   // destination of the first byte after `skip`
+    std::array<std::byte, 16> source;  // the 16 bytes at the issue
 };
 
-// A box of a tensor; contiguous floats, stored or added.
+// What is written to global memory: a box of a tensor, contiguous floats, or sums to which
+// contiguous floats are added.
 enum class StoreKind { box, floats, sums };
 
 struct BulkStore {
     Box box;
-    uint64_t group;
+    uint64_t group;  // bulk group of the issuing thread
     std::vector<StorePiece> pieces;
     StoreKind kind;
-    bool waited, written;
+    bool waited, written;  // its reads have been waited for; global memory has been written
 };
 
 // The TMA stores, bulk stores and bulk reductions of one thread, oldest first.
 struct StoreQueue {
     Lane const *owner;
-    std::deque<BulkStore> stores;  // until they are written
-    uint64_t groups;               // committed
-    uint32_t issued, waited;
-    void *agent;  // ThreadSanitizer's fibre for the engine's reads
+    std::deque<BulkStore> stores;  // those that are not both waited for and written
+    uint64_t groups;               // number of committed bulk groups
+    uint32_t issued, waited;       // numbers of stores
+    void *agent;                   // ThreadSanitizer's fibre for the engine's reads
     char issue_tag, done_tag;
 };
 
-// Registers used by wgmmas in flight. They hold poison until the last of these is complete.
+// Registers used by wgmmas in flight. They hold poison until the last of these wgmmas is complete.
 template <class Register>
 struct InFlight {
     std::array<Register *, kWarpgroupSize> registers{};
@@ -129,8 +134,8 @@ struct Multiplication {
     int issued;            // number of threads that have issued it
     BlockKnowledge known;  // the events that happen before it in all of these threads
     Accumulator *acc;
-    OperandA *a;                               // null: from shared memory
-    std::vector<uint32_t> chunks_a, chunks_b;  // offsets of 16 bytes each: 8 elements
+    OperandA *a;                               // null: A is read from shared memory
+    std::vector<uint32_t> chunks_a, chunks_b;  // offsets of 16-byte pieces (8 elements)
 };
 
 // The loads of one warp from a granule: for each lane the number of the first fence.proxy.async
@@ -147,8 +152,8 @@ struct Warpgroup {
     std::deque<Multiplication> multiplications;  // issued and not waited for
     uint64_t first;                              // number of the oldest of them
     uint64_t executed;                           // all below this number have been executed
-    std::deque<uint64_t> groups;                 // the number of the first wgmma after each
-    uint64_t first_group;
+    std::deque<uint64_t> groups;                 // for each: number of the first wgmma after it
+    uint64_t first_group;                        // number of the oldest group not waited for
     std::vector<std::unique_ptr<Accumulator>> accumulators;  // in flight
     std::vector<std::unique_ptr<OperandA>> operands;
     // The warpgroup-wide instruction at which threads are arriving.
@@ -162,18 +167,20 @@ class Sm90 {
   public:
     explicit Sm90(Block &block) : block_(block) {}
     void start();
-    // Whether the block has used a Hopper instruction. Until then no state is recorded.
+    // Whether Hopper state is recorded: from the block's first Hopper instruction on; from its
+    // start in a cluster or a dependent launch.
     bool active() const { return active_; }
     void activate();
     // Fails if a copy writes these bytes and the running thread is not ordered after its
     // completion.
     void check_landed(uint64_t offset, uint64_t bytes, char const *what);
-    // Fails if reads of these bytes through the asynchronous proxy are not ordered before a
-    // cp.async that the running thread issues.
+    // Records a cp.async of the running thread. Fails if reads of these bytes through the
+    // asynchronous proxy are not ordered before it.
     void note_copy(uint64_t offset, uint64_t bytes);
     // Records a load of these lanes of the running warp through the generic proxy.
     void note_load(uint64_t offset, uint64_t bytes, uint32_t lanes);
-    // The warpgroup and thread whose wgmma in flight uses the register at `address`; empty if none.
+    // Names the warpgroup and thread whose wgmma in flight uses the register at `address`; empty if
+    // there is none.
     std::string owner_of_register(void const *address) const;
 
     void mbarrier_init(void *barrier, uint32_t arrivals);
@@ -182,11 +189,12 @@ class Sm90 {
     // cp.async.mbarrier.arrive.noinc
     void mbarrier_arrive_copies(void *barrier);
     void mbarrier_wait(void *barrier, uint32_t parity);
-    // Whether the phase is complete. If not, other lanes run before it returns.
+    // Returns whether the phase is complete. If it is not, runs other lanes and looks again.
     bool mbarrier_test(void *barrier, uint32_t parity);
     // expect_tx (bytes > 0) or complete_tx (bytes < 0), without an arrival.
     void mbarrier_transaction(void *barrier, int64_t bytes);
-    // What a relaxed arrival at barrier.cluster publishes: the fenced initialisations of mbarriers.
+    // Returns what a relaxed arrival at barrier.cluster publishes: the initialisations of mbarriers
+    // that fence.mbarrier_init follows, and that the block runs.
     Knowledge initialisations();
     void store_async(uint64_t offset, uint32_t word, void *barrier);
     void bulk_copy_to(Sm90 &peer, void const *to, void const *from, uint32_t bytes, void *barrier);
@@ -201,8 +209,9 @@ class Sm90 {
     void tma_store_commit();
     void tma_store_wait(uint64_t pending, bool read_only);
     void fence_async_proxy();
+    // Called when the block ends: writes the stores that have not been written.
     void finish();
-    // Completes a random copy in flight; false if there is none.
+    // Completes a random copy in flight or pending copy arrival; false if there is none.
     bool land_one();
     void land_at_random();
 
@@ -212,17 +221,17 @@ class Sm90 {
     void wgmma_wait(int pending);
     void registers_change(int registers, bool raise);
 
-    // Fails if the exiting thread's warpgroup waits for it, or if the last thread exits with work
-    // in flight.
+    // Fails if the exiting thread's warpgroup waits for it, if its TMA stores have not been waited
+    // for, or if the `last` thread exits with work in flight.
     void check_exit(Lane const &lane, bool last);
     std::string describe() const;
 
   private:
     struct Writer {
-        int16_t barrier;  // of the last copy; -1 if there was none
-        uint16_t under_way;
-        uint32_t phase;
-        bool generic;  // cp.async, which writes through the generic proxy
+        int16_t barrier;     // mbarrier of the last copy; -1 if there was none
+        uint16_t under_way;  // 1 while a bulk copy is in flight
+        uint32_t phase;      // the mbarrier's phase in which the copy completes
+        bool generic;        // cp.async, which writes through the generic proxy
     };
 
     // The running thread's clock for this block. The thread may belong to another block.
@@ -239,7 +248,7 @@ class Sm90 {
     void visit_rows(Box const &box, Visit const &visit);
     void issue(BulkCopy copy, void const *barrier);
     void check_free(uint64_t offset, uint64_t bytes, std::string const &what, bool after_loads);
-    // The number of the lane's fence.proxy.async that follow a load.
+    // How many fence.proxy.async that followed a load the lane has executed.
     uint32_t fences_of(Lane const &lane) const;
     void copy_rows(BulkCopy const &copy);
     void copy_sent(BulkCopy const &copy);
@@ -273,8 +282,8 @@ class Sm90 {
 
     Block &block_;
     bool active_ = false;
-    std::vector<Mbarrier> mbarriers_;  // reserved, so that addresses stay valid
-    std::vector<int16_t> barrier_at_;  // by offset / 8; -1: none
+    std::vector<Mbarrier> mbarriers_;  // with reserved capacity, so that addresses stay valid
+    std::vector<int16_t> barrier_at_;  // index of the mbarrier, by offset / 8; -1: none
     std::vector<BulkCopy> copies_;     // in flight
     std::vector<CopyArrival> arrivals_;
     std::vector<Writer> writers_;  // by granule
@@ -287,13 +296,14 @@ class Sm90 {
     // Shared memory as the asynchronous proxy sees it. Ordinary stores become visible at a fence.
     std::vector<std::byte> async_view_;
     std::deque<Warpgroup> warpgroups_;
-    int64_t free_registers_ = 0;
+    int64_t free_registers_ = 0;  // the pool of setmaxnreg
     // The number of mbarrier tests in a row without any other step, and the step of the last one.
     static constexpr uint64_t kMaxPolls = 1 << 16;
     uint64_t polls_ = 0, last_poll_step_ = 0;
 };
 
-// The offset after swizzling over `span` bytes: permutes the 16-byte pieces by address bits.
+// Returns the offset after swizzling over `span` bytes (0: none), which permutes the 16-byte pieces
+// by address bits.
 inline uint64_t swizzled(uint64_t offset, int span) {
     uint64_t const rows = span == 0 ? 0 : static_cast<uint64_t>(span / 16 - 1);
     return offset ^ (offset >> 7 & rows) << 4;

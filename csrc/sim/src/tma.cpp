@@ -214,7 +214,7 @@ void Sm90::copy_rows(BulkCopy const &copy) {
         auto const read = static_cast<uint64_t>((from.end - from.first) * map.element_bytes);
         if (read > 0) {
             int const region = block_.region_of(from.gmem, static_cast<int>(read));
-            // Coordinates may reach any address, as those of a ragged batch do.
+            // Coordinates can lead to any address, for example in a ragged batch.
             bool const in_tensor =
                 region >= 0 && region == block_.region_of(as_pointer(map.address), 1);
             if (!in_tensor && !state().regions.empty()) {
@@ -292,8 +292,8 @@ void Sm90::store_async(uint64_t offset, uint32_t word, void *address) {
     }
 }
 
-// cp.async.bulk from this block's shared memory to that of `peer`, which completes the bytes at its
-// mbarrier. `to` and `barrier` are the peer's.
+// cp.async.bulk from this block's shared memory to that of `peer`; completes the bytes at the
+// peer's mbarrier. `to` and `barrier` are addresses in the peer's shared memory.
 void Sm90::bulk_copy_to(Sm90 &peer, void const *to, void const *from, uint32_t bytes,
                         void *barrier) {
     tsan::Unwatched const unwatched;
@@ -375,8 +375,8 @@ void Sm90::note_load(uint64_t offset, uint64_t bytes, uint32_t lanes) {
     }
 }
 
-// Each thread copies all of shared memory, a tenth to a fifth of a run. Once for a warp would hide
-// fences that some of its threads lack.
+// Each calling thread copies all of shared memory to the asynchronous view, which takes a tenth to
+// a fifth of a run. One copy per warp would hide that some of its threads lack the fence.
 void Sm90::fence_async_proxy() {
     tsan::Unwatched const unwatched;
     activate();

@@ -1,5 +1,5 @@
-// TMA stores: boxes of shared memory written to a tensor, in bulk groups of the issuing thread. And
-// bulk stores and reductions, which store contiguous floats in global memory or add them there.
+// TMA stores, which write boxes of shared memory to a tensor, and bulk stores and reductions, which
+// store contiguous floats in global memory or add them there: in bulk groups of the issuing thread.
 #include <cstring>
 
 #include "block.h"

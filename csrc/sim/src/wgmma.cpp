@@ -77,7 +77,8 @@ void load_operands(Multiplication const &m, std::byte const *smem, Operands &x) 
         load_chunk<convert>(smem + m.chunks_a[i], &x.a[i / 2][i % 2 * 8]);
     }
     if (m.a != nullptr) {
-        // Register r holds row g + 8 (r % 2), columns 2 t + 8 (r / 2) and + 1, as in mma.m16n8k16.
+        // Register r holds row g + 8 (r % 2), columns t + 8 (r / 2) and the next, with g = lane / 4
+        // and t = 2 (lane % 4), as in mma.m16n8k16.
         for (int thread = 0; thread < kWarpgroupSize; ++thread) {
             for (int r = 0; r < 4; ++r) {
                 uint32_t const pair = m.a->values[thread][r];
@@ -115,9 +116,9 @@ Warpgroup &Sm90::warpgroup() {
     return warpgroups_[index];
 }
 
-// Offsets of the 16-byte pieces of a K16 slice that a matrix descriptor gives (PTX ISA, "matrix
-// descriptor"; strides in units of 16 bytes). K-major: two pieces for each of `extent` rows.
-// MN-major (`transposed`): 16 pieces, one per k, for each 8 of `extent`.
+// Returns the offsets of the 16-byte pieces of the K16 slice that a matrix descriptor describes
+// (PTX ISA, "matrix descriptor"; strides in units of 16 bytes). K-major: two pieces for each of
+// `extent` rows. MN-major (`transposed`): 16 pieces, one per k, for each 8 of `extent`.
 std::vector<uint32_t> Sm90::chunks(uint64_t descriptor, int extent, bool transposed) {
     uint64_t const start = (descriptor & 0x3FFF) << 4;
     uint64_t const leading = (descriptor >> 16 & 0x3FFF) << 4;
@@ -153,8 +154,8 @@ std::vector<uint32_t> Sm90::chunks(uint64_t descriptor, int extent, bool transpo
     return found;
 }
 
-// The entry of `all` whose registers begin at the running thread's `first`; adds one if there is
-// none.
+// Returns the entry of `all` whose registers of the running thread begin at `first`; adds an entry
+// if there is none.
 template <class Held>
 Held *Sm90::find_or_add(std::vector<std::unique_ptr<Held>> &all,
                         decltype(Held::registers)::value_type first, int count, char const *what) {
@@ -363,7 +364,8 @@ std::string Sm90::owner_of_register(void const *address) const {
     return "";
 }
 
-// Executes `action` once all threads of the warpgroup have arrived with the same argument.
+// Collective over the warpgroup: the last thread to arrive executes `action`. Fails if threads
+// arrive with another operation or argument.
 template <class Action>
 void Sm90::converge_warpgroup(WarpgroupOp op, int argument, Action const &action) {
     Warpgroup &wg = warpgroup();

@@ -19,7 +19,8 @@ Workers::Workers(uint64_t count, uint64_t seed, std::function<void(uint64_t)> wo
 void Workers::run() {
     current = this;
     fiber_adopt_thread(main_);
-    // From here on: what the host did before is ordered before a fibre's start.
+    // Fibres are prepared here, not in the constructor: ThreadSanitizer orders what the host has
+    // done until now before their start.
     for (uint64_t i = 0; i < count(); ++i) {
         Worker &worker = workers_[i];
         stacks_.give(i, worker.fiber);

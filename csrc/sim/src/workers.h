@@ -1,4 +1,4 @@
-// The SMs of a launch, and the order in which the blocks that they run execute their atomics.
+// The workers of a launch, as fibres, and the order in which their blocks execute atomics.
 #pragma once
 
 #include <cstdint>
@@ -9,37 +9,39 @@
 
 namespace sim {
 
-// Each worker is a fibre that runs every so many-th unit, a block or a cluster. One of them has the
-// turn and runs, up to an atomic that ends its turn or to its last unit's end. Another one runs out
-// of turn only where all wait for the previous kernel's end. The seed alone determines the sequence
-// of turns, and another seed gives another one. The words that threads store or add to sums share
-// turns, up to 1, 2, 4 ... 128 of them as drawn, so that a worker may be far ahead of the others.
+// Each worker is a fibre that runs every count()-th unit; a unit is a cluster, or a block without
+// one. The worker that has the turn runs, until an atomic ends its turn or its last unit has ended.
+// Another one runs out of turn only while units wait for the previous kernel's end. The seed alone
+// determines the sequence of turns, and another seed gives another sequence. An atomic ends its
+// turn, except for stores and additions to sums: 1, 2, 4, ... or 128 of them share a turn, a number
+// that is drawn for each turn, so that a worker may get far ahead of the others.
 class Workers {
   public:
-    // work(0) to work(count - 1) are the workers' code.
+    // `work(i)` is the code of worker i, 0 <= i < `count`.
     Workers(uint64_t count, uint64_t seed, std::function<void(uint64_t)> work);
     Workers(Workers const &) = delete;
     Workers &operator=(Workers const &) = delete;
 
     uint64_t count() const { return workers_.size(); }
-    // Returns when all workers have ended.
+    // Runs the workers; returns when all have ended.
     void run();
-    // Returns when the running worker has the turn.
+    // Runs other workers until the running one has the turn.
     void await_turn();
-    // Called after an atomic. It ends the turn if it is the `last`, or the turn has no more.
+    // Called after each atomic. Ends the turn if `last`, or if no atomic is left in it, and then
+    // runs other workers until the running one has the turn again.
     void end_turn(bool last);
-    // Runs another worker out of turn, until one switches back.
+    // Runs another worker, until one switches back to the running one.
     void switch_to(uint64_t worker);
 
   private:
     struct Worker {
         Fiber fiber;
-        Fiber *left = nullptr;  // what it was running, of its own fibre or of its blocks'
+        Fiber *left = nullptr;  // where to resume it: its own fibre or that of a CUDA thread
         bool ended = false;
     };
 
     static void entry();
-    void draw();
+    void draw();  // draws the worker that gets the turn, and the turn's number of atomics
     [[noreturn]] void end();
 
     std::function<void(uint64_t)> const work_;
@@ -50,7 +52,7 @@ class Workers {
     uint64_t random_;
     uint64_t turn_ = 0, running_ = 0;
     uint64_t left_ = 0;  // atomics until the turn ends
-    char end_tag_ = 0;   // orders what the workers did before what follows the launch
+    char end_tag_ = 0;   // ThreadSanitizer's: orders the workers before what follows the launch
 };
 
 }  // namespace sim

@@ -1,7 +1,8 @@
-// Wraps CUTLASS's <cutlass/numeric_conversion.h>: arrays of fp32 rounded to fp16 or bf16, for which
-// the GPU has an instruction on pairs. CUTLASS's host path stores each half through a 32-bit
-// reference and so reads two bytes past it, an error for AddressSanitizer, and in its conversion to
-// fp16 the difference (1 << 31) - 1 overflows below 2^-44, an error for UndefinedBehaviorSanitizer.
+// Wraps CUTLASS's <cutlass/numeric_conversion.h> and replaces the conversion of fp32 arrays to fp16
+// and bf16, for which the GPU has an instruction on pairs. CUTLASS's host path stores each half
+// through a 32-bit reference and so reads two bytes past it, an error for AddressSanitizer. In its
+// conversion to fp16, (1 << 31) - 1 overflows for magnitudes in [2^-45, 2^-44), an error for
+// UndefinedBehaviorSanitizer.
 #pragma once
 
 #define NumericArrayConverter CutlassNumericArrayConverter

@@ -26,7 +26,7 @@ extern constinit sim::Dim3 gridDim;
 
 inline constexpr int warpSize = 32;
 
-// A block's only shared memory is what <dynamic_smem.h> returns: a declaration does not compile.
+// A block's only shared memory is what <dynamic_smem.h> returns; __shared__ does not compile.
 #undef __shared__
 #define __shared__ has_to_be_dynamic_smem
 

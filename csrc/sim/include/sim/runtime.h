@@ -17,17 +17,19 @@ inline constexpr size_t kMaxSmemBytes = 227 * 1024;
 enum class MmaInput { fp16, bf16 };
 enum class Shuffle { index, up, down, exclusive_or };
 
-// Warp-wide: every lane of the warp must execute it. `row` is this lane's 16-byte row address (used
-// of lanes 0 to 8 * matrices - 1). `dst` receives one 32-bit register per 8x8 matrix.
+// Warp-wide: every lane of the warp must execute it. `row` is the address of a row of 16 bytes.
+// Only those of lanes 0 to 8 * matrices - 1 are used. `dst` receives one 32-bit register per 8x8
+// matrix.
 void ldmatrix(void const *row, uint32_t *dst, int matrices, bool transposed);
 
-// Warp-wide: the same from registers to rows; lanes 0 to 8 * matrices - 1 give the row addresses.
+// Warp-wide: stores one 32-bit register per 8x8 matrix to rows; lanes 0 to 8 * matrices - 1 give
+// the addresses of these.
 void stmatrix(void *row, uint32_t const *src, int matrices, bool transposed);
 
 // Warp-wide m16n8k(8 * b_registers) MMA: acc (4 registers) += A (2 * b_registers) B (b_registers).
 void mma_m16n8(MmaInput input, int b_registers, float *acc, uint32_t const *a, uint32_t const *b);
 
-// Asynchronous copy of 4, 8 or 16 bytes; writes zeros and reads nothing when !valid.
+// Copies 4, 8 or 16 bytes asynchronously; writes zeros and reads nothing when !valid.
 void cp_async(void *smem, void const *gmem, int bytes, bool valid);
 void cp_async_commit();
 void cp_async_wait_group(int pending_groups);
@@ -51,7 +53,7 @@ uint32_t ballot(uint32_t mask, bool predicate);
 // memory. Accesses to register fragments (fibre stacks) are recognised and ignored.
 void note_access(void const *address, int bytes, bool write);
 
-// The dynamic shared memory of the block that runs, at a multiple of 1024 bytes.
+// Returns the dynamic shared memory of the running block, at a multiple of 1024 bytes.
 void *dynamic_smem();
 
 struct Dim3 {
@@ -69,9 +71,9 @@ struct Launch {
 // Runs every block of the grid to completion; returns a cudaError_t.
 int launch(Launch const &launch, std::function<void()> const &body);
 int set_max_dynamic_smem(void const *kernel, int bytes);
-// Clusters of more than 8 blocks, up to 16.
+// Sets whether the kernel may be launched in clusters of more than 8 blocks, up to 16.
 void allow_large_clusters(void const *kernel, bool allowed);
-// The error of the last failed launch, cleared if `clear`.
+// Returns the error of the last launch or set_max_dynamic_smem() that failed; resets it if `clear`.
 int last_error(bool clear);
 char const *error_text(int error);
 

@@ -1,5 +1,5 @@
-// Replaces CUTLASS's <cute/arch/copy.hpp>: the same names. UniversalCopy, which CuTe's vectorised
-// copies use, reports its accesses to the checks and counters.
+// Replaces CUTLASS's <cute/arch/copy.hpp> and defines the same names. UniversalCopy, which CuTe's
+// vectorised copies use, reports its accesses to the checks and counters.
 #pragma once
 
 #include <cute/arch/util.hpp>

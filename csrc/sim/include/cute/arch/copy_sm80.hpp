@@ -25,7 +25,7 @@ struct SimCpAsyncZfill : SimCpAsync<TS, TD, kSmallest> {
     }
 };
 
-// .ca takes 4, 8 or 16 bytes, .cg (past L1) 16 only.
+// cp.async.ca copies 4, 8 or 16 bytes, cp.async.cg (past L1) 16 only.
 template <class TS, class TD = TS>
 struct SM80_CP_ASYNC_CACHEALWAYS : SimCpAsync<TS, TD, 4> {};
 template <class TS, class TD = TS>

@@ -51,7 +51,7 @@
 
 namespace cute {
 
-// kRank 0: the number of arguments gives the rank. A prefetch has no effect on results.
+// With kRank 0 the number of coordinates gives the rank. A prefetch has no effect on results.
 template <int kRank>
 struct SimTmaLoad {
     template <class... Coordinates>
