@@ -32,6 +32,8 @@ from typing import TypeVar
 
 import torch
 
+from .problem import FwdProblem
+
 REPEATS = 15
 WARMUP = 4
 FLUSH_BYTES = 1 << 30
@@ -77,6 +79,11 @@ class Shape:
         rows_q = self.b * self.seqlen_q * self.h
         rows_k = self.b * self.seqlen_k * self.h_k
         return itemsize * self.d * (2 * rows_q + 2 * rows_k) + 4 * rows_q
+
+    def problem(self, dtype: str) -> FwdProblem:
+        """Returns the call as the choice of a kernel sees it."""
+        sizes = {field.name: getattr(self, field.name) for field in dataclasses.fields(Shape)}
+        return FwdProblem(dtype, **sizes)
 
 
 def sweep_shape(d: int, seqlen: int, causal: bool, total_tokens: int = TOTAL_TOKENS) -> Shape:

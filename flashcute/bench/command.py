@@ -84,12 +84,7 @@ def _options(args: argparse.Namespace) -> sweep.Options:
 
 def _problem(variant: Variant) -> FwdProblem:
     """Returns the call as the choice of a kernel sees it."""
-    if isinstance(variant.shape, Serving):
-        return variant.shape.problem(variant.dtype)
-    sizes = {
-        field.name: getattr(variant.shape, field.name) for field in dataclasses.fields(bm.Shape)
-    }
-    problem = FwdProblem(dtype=variant.dtype, **sizes)
+    problem = variant.shape.problem(variant.dtype)
     if not isinstance(variant.shape, Option):
         return problem
     option = variant.shape
