@@ -122,6 +122,12 @@ def test_comparison_refuses_other_files(tmp_path, capsys, text):
         (("--static", "--target", "75"), "got target='75'"),
         (("--file", "x.so"), "expected --static with --file"),
         (("--static", "--heads", "3", "--heads-k", "2"), "--heads-k to divide --heads"),
+        (
+            ("--static", "--page-size", "16"),
+            "expected --cache with --page-size, got --page-size 16",
+        ),
+        (("--static", "--cache", "--page-size", "48"), "--seqlen-k, got 48 and 8192; say lengths"),
+        (("--cache", "--pass", "bwd"), "has no gradients; leave one of them out"),
     ],
 )
 def test_wrong_arguments(arguments, message, capsys):
@@ -209,7 +215,7 @@ def test_ncu_profiles_the_configuration_on_the_shape(stand_in, monkeypatch, tmp_
     sizes = {"b": 2, "seqlen_q": 300, "seqlen_k": 500, "h": 4, "h_k": 2, "d": 64, "causal": True}
     assert settings["shape"] == sizes
     assert settings["config"]["head_dim"] == 64
-    assert settings["launches"] == ncu.WARM_UP + 1
+    assert settings["calls"] == ncu.WARM_UP + 1
     assert called[-4:-1] == [sys.executable, "-m", "flashcute.profiling.workload"]
     # Only what this ncu knows is asked for.
     assert called[called.index("--metrics") + 1] == "dram__bytes_read.sum,sm__cycles_elapsed.max"
@@ -217,6 +223,33 @@ def test_ncu_profiles_the_configuration_on_the_shape(stand_in, monkeypatch, tmp_
     report = json.loads(saved.read_text())
     assert (report["kind"], report["shape"]) == ("ncu", sizes)
     assert "nothing from the machine code: no cuobjdump" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("sizes", "paged", "arch", "shape"),
+    [
+        ((), False, 80, (16, 1, 8192, 16, 16)),  # 1 GiB: the sm80 class reads it faster
+        (("-b", 2, "--seqlen-k", 512, "--heads-k", 4), False, 90, (2, 1, 512, 16, 4)),
+        (("--seqlen-q", 4, "--page-size", 64, "--heads-k", 2), True, 90, (16, 4, 8192, 16, 2)),
+    ],
+)
+def test_ncu_profiles_a_call_over_a_cache(
+    stand_in, monkeypatch, tmp_path, capsys, sizes, paged, arch, shape
+):
+    log, saved = stand_in(), tmp_path / "a.json"
+    monkeypatch.setattr("flashcute.profiling.command._static", no_machine_code)
+    monkeypatch.setattr("flashcute.profiling.command._built", lambda *_: None)
+    assert profile("--cache", *sizes, "--json", saved) == 0
+    settings = json.loads(log.read_text().splitlines()[-1])
+    names = ("b", "seqlen_q", "seqlen_k", "h", "h_k")
+    assert tuple(settings["shape"][name] for name in names) == shape
+    assert settings["shape"]["page_size"] == (64 if paged else 0)
+    assert (settings["config"]["arch"], settings["config"]["paged"]) == (arch, paged)
+    report = json.loads(saved.read_text())
+    assert report["shape"] == settings["shape"]
+    b, _, seqlen_k, _, h_k = shape
+    assert report["ideal"]["cache_bytes"] == 2 * 2 * b * seqlen_k * h_k * 128
+    assert "% of the bytes that device memory must deliver or take" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import pytest
 
 from flashcute import benchmarking as bm
 from flashcute import heuristics
+from flashcute.bench.serving import Serving
 from flashcute.config import FwdConfig
 from flashcute.profiling import explain, ncu, text
 
@@ -80,6 +81,74 @@ def test_a_real_report_says_the_same_as_csv_and_through_nvidias_module():
     waits = [{n: s["warps_per_issue"] for n, s in of["stalls"].items()} for of in (made, saved)]
     assert waits[0] == pytest.approx(waits[1], abs=2e-3)
     assert made["missing"] == saved["missing"]
+
+
+def cached(page_size=0, seqlen_k=4096):
+    return Serving(16, 1, seqlen_k, 32, 8, 64, causal=False, page_size=page_size)
+
+
+def decode(changed=(), others=(), shape=None):
+    """The profile of a decode call, whose counters have other values for some metrics."""
+    shape = shape or cached()
+    metrics = dict(ncu.parse_csv(RAW.read_text()).metrics) | dict(changed)
+    config = heuristics.choose_fwd(shape.problem("bf16"), (9, 0))
+    return profile(ncu.Report("flash_fwd_kernel_sm90", metrics, others), config, shape)
+
+
+def test_a_decode_call_must_read_the_cache():
+    shape = cached()
+    wanted = decode()["ideal"]
+    assert wanted["cache_bytes"] == 2 * 2 * 16 * 4096 * 8 * 64
+    rows = 16 * 32  # of q and out, with 4 bytes of their log-sum-exp
+    assert wanted["dram_bytes"] == wanted["cache_bytes"] + rows * (2 * 2 * 64 + 4)
+    assert wanted["flops"] == 4 * 16 * 32 * 4096 * 64
+    # A tile has the four query heads of a key head: 16 x 8 tiles of 64 rows, all of their keys.
+    assert wanted["tile_exponentials"] == 16 * 8 * 64 * shape.seqlen_k
+    assert "cache_bytes" not in profile()["ideal"]
+
+
+def test_a_decode_call_is_under_the_roof_of_device_memory():
+    least = decode()["ideal"]["dram_bytes"]
+    changed = {
+        **{"dram__bytes_read.sum": 1.25 * least, "dram__bytes_write.sum": 0.0},
+        **{"gpu__dram_throughput.avg.pct_of_peak_sustained_elapsed": 90.0},
+        **{"sm__cycles_elapsed.max": 60000.0, "smsp__inst_executed.sum": 1e6},
+    }
+    made = decode(changed)
+    assert made["roofs"]["dram"] == {"least_cycles": 43200, "percent_reached": 72.0}
+    (said,) = (note for note in made["notes"] if "tightest roof" in note)
+    assert "the tightest roof is dram: the launch reaches 72.0 % of it" in said
+    assert "moves 167.9 MB where 134.4 MB are needed, at 90.0 % of the throughput" in said
+    assert "the cache is 134.2 MB, 99.9 % of the bytes" in "".join(made["notes"])
+    # Rows without a query do not matter there.
+    assert not any("masked or padded" in note for note in made["notes"])
+    printed = text.report_text(made)
+    assert "seqlen_k=4096 h=32 h_k=8 d=64 full over a contiguous cache" in printed
+    paged = text.report_text(decode(changed, shape=cached(page_size=16)))
+    assert "d=64 full over a cache in pages of 16" in paged
+
+
+def test_a_decode_call_with_few_keys_may_be_under_another_roof():
+    """Where instructions take more clocks than the bytes."""
+    changed = {"dram__bytes_read.sum": 1e9, "dram__bytes_write.sum": 0.0}
+    (said,) = (note for note in decode(changed)["notes"] if "tightest roof" in note)
+    assert said.startswith("the tightest roof is issue: the launch reaches 21.8 % of it")
+    assert any("masked or padded" in note for note in decode(changed)["notes"])
+
+
+def test_other_kernels_of_the_call_are_listed_with_their_times():
+    others = [
+        ("flash_plan_kernel", {"gpu__time_duration.sum": 4.5e-6}),
+        ("flash_fwd_combine_kernel", {}),
+    ]
+    made = decode(others=others)
+    assert made["other_kernels"] == [
+        {"kernel": "flash_plan_kernel", "seconds": 4.5e-6},
+        {"kernel": "flash_fwd_combine_kernel", "seconds": None},
+    ]
+    said = "flash_plan_kernel 4.5 us, flash_fwd_combine_kernel missing"
+    assert any(note.endswith(said) for note in made["notes"])
+    assert not any("other kernels" in note for note in decode()["notes"])
 
 
 def test_figures_of_a_report():

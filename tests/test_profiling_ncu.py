@@ -38,9 +38,26 @@ def test_what_was_not_measured_is_not_there():
     assert metrics["sm__inst_executed_pipe_tensor_op_gmma.sum"] == 0  # this one was, as 0
 
 
+def test_other_kernels_of_the_call_are_kept_with_their_metrics():
+    """With the names that ncu gives in full: return type, template arguments, parameters."""
+    row = RAW.read_text().splitlines()[-1]
+    plan = row.replace("flash_fwd_kernel_sm80", "void flash::flash_plan_kernel<X>(flash::P)")
+    combine = row.replace("flash_fwd_kernel_sm80", "flash_fwd_combine_kernel<X>")
+    header = RAW.read_text().removesuffix(row + "\n")
+    assert row not in header
+    report = ncu.parse_csv(
+        "\n".join([header.rstrip(), plan.replace("1,482.30", "4.5"), row, combine])
+    )
+    assert report.kernel == "flash_fwd_kernel_sm80"
+    assert [name for name, _ in report.others] == ["flash_plan_kernel", "flash_fwd_combine_kernel"]
+    assert report.others[0][1]["gpu__time_duration.sum"] == pytest.approx(4.5e-6)
+    with pytest.raises(ToolError, match="expected a launch of a flash_fwd_kernel"):
+        ncu.parse_csv(f"{header}{plan}\n{combine}")
+
+
 @pytest.mark.parametrize("text", ["", "==ERROR== nothing\n", '"ID","Kernel Name"\n"",""\n'])
 def test_a_report_without_our_kernel_is_an_error(text):
-    with pytest.raises(ToolError, match="expected a launch of a flash_fwd kernel"):
+    with pytest.raises(ToolError, match="expected a launch of a flash_fwd_kernel"):
         ncu.parse_csv(text)
 
 
@@ -63,7 +80,8 @@ def test_the_module_is_read_the_same_way(monkeypatch, tmp_path):
         dram__bytes=Metric(None, "byte"),
         sm__ratio=Metric(float("nan"), "%"),
     )
-    launches = [Action("fill"), ours]
+    plan = Action("flash_plan_kernel", gpu__time_duration=Metric(3, "usecond"))
+    launches = [Action("fill"), plan, ours]
     ranges = types.SimpleNamespace(
         num_actions=lambda: len(launches), action_by_idx=launches.__getitem__
     )
@@ -73,6 +91,9 @@ def test_the_module_is_read_the_same_way(monkeypatch, tmp_path):
     report = ncu.read(tmp_path / "any.ncu-rep")
     assert report.kernel == "flash_fwd_kernel_sm90"
     assert report.metrics == {"gpu__time_duration": pytest.approx(2.5e-6)}
+    ((name, metrics),) = report.others
+    assert name == "flash_plan_kernel"
+    assert metrics == {"gpu__time_duration": pytest.approx(3e-6)}
 
 
 def test_no_report_file(monkeypatch, tmp_path):
@@ -105,12 +126,11 @@ def test_the_newest_ncu_is_taken(monkeypatch, tmp_path):
     assert ncu.find_ncu() == tmp_path / "2025.3.1" / "ncu"
 
 
-def test_the_command_profiles_one_launch_of_ours_and_leaves_clocks_alone():
+def test_the_command_profiles_one_call_of_ours_and_leaves_clocks_alone():
     line = ncu.command(Path("ncu"), ["a.sum", "b.sum"], Path("x.ncu-rep"), ["python", "-m", "w"])
     words = dict(itertools.pairwise(line))
     assert words["--clock-control"] == "none"
-    assert words["--kernel-name"] == "regex:^flash_fwd"
-    assert words["--launch-count"] == "1"
-    assert words["--launch-skip"] == str(ncu.WARM_UP)
+    assert words["--kernel-name"] == "regex:^flash_"
+    assert words["--profile-from-start"] == "off"
     assert words["--metrics"] == "a.sum,b.sum"
     assert line[-3:] == ["python", "-m", "w"]

@@ -5,30 +5,81 @@ from __future__ import annotations
 import dataclasses
 import json
 
+import pytest
+
 from flashcute import benchmarking as bm
 from flashcute import heuristics
+from flashcute.bench.serving import Serving
 from flashcute.profiling import workload
 
 CONFIG = heuristics.fwd_config("fp16", 32, True, (8, 0))
 SHAPE = bm.Shape(1, 8, 16, 2, 1, 32, causal=True)
+PROBLEM = heuristics.FwdProblem("bf16", False, 9, 9, 9, 9, 9, 256)
 
 
-def test_every_launch_has_the_configuration_and_the_shape(monkeypatch):
-    calls = []
-
-    def attention(q, k, v, causal):
-        problem = heuristics.FwdProblem("bf16", False, 9, 9, 9, 9, 9, 256)
-        calls.append((q, k, v, causal, heuristics.choose_fwd(problem, (9, 0), 132)))
-
+@pytest.fixture
+def events(monkeypatch):
+    """What happens, in order: "start", "stop", and what a test adds; without a GPU."""
+    found = []
     monkeypatch.setattr(heuristics, "choose_fwd", heuristics.choose_fwd)  # put back afterwards
-    monkeypatch.setattr(workload, "flash_attn_func", attention)
     monkeypatch.setattr(workload.torch.cuda, "synchronize", lambda: None)
+    for name in ("start", "stop"):
+        monkeypatch.setattr(
+            workload.torch.cuda.profiler, name, lambda name=name: found.append(name)
+        )
     on_cpu = bm.make_qkv
     monkeypatch.setattr(bm, "make_qkv", lambda shape, dtype, device: on_cpu(shape, dtype, "cpu"))
-    settings = {"config": dataclasses.asdict(CONFIG), "shape": dataclasses.asdict(SHAPE)}
-    assert workload.main([json.dumps(settings | {"launches": 3})]) == 0
+    return found
+
+
+def run(config, shape, calls=3):
+    settings = {"config": dataclasses.asdict(config), "shape": dataclasses.asdict(shape)}
+    assert workload.main([json.dumps(settings | {"calls": calls})]) == 0
+
+
+def calls_around_the_last(events):
+    """The calls, of which the last one is profiled alone."""
+    *before, start, last, stop = events
+    assert (start, stop) == ("start", "stop")
+    return [*before, last]
+
+
+def test_every_call_has_the_configuration_and_the_shape(events, monkeypatch):
+    def attention(q, k, v, causal):
+        events.append((q, k, causal, heuristics.choose_fwd(PROBLEM, (9, 0), 132)))
+
+    monkeypatch.setattr(workload, "flash_attn_func", attention)
+    run(CONFIG, SHAPE)
+    calls = calls_around_the_last(events)
     assert len(calls) == 3
-    for q, k, _, causal, config in calls:
+    for q, k, causal, config in calls:
         assert config == CONFIG
         assert (tuple(q.shape), tuple(k.shape), causal) == ((1, 8, 2, 32), (1, 16, 1, 32), True)
         assert q.dtype == workload.DTYPES["fp16"]
+
+
+@pytest.mark.parametrize("page_size", [0, 4])
+def test_a_call_over_a_cache_reads_all_of_it(events, monkeypatch, page_size):
+    attention = workload.flash_attn_with_kvcache
+    shape = Serving(3, 1, 16, 2, 1, 32, causal=False, page_size=page_size)
+    config = heuristics.choose_fwd(shape.problem("fp16"), (9, 0))
+
+    def over_cache(q, k, v, **options):
+        assert heuristics.choose_fwd(PROBLEM, (9, 0), 132) == config
+        events.append((k, options))
+        out = attention(q, k, v, **options)
+        assert out.shape == q.shape == (3, 1, 2, 32)
+
+    monkeypatch.setattr(workload, "flash_attn_with_kvcache", over_cache)
+    run(config, shape)
+    calls = calls_around_the_last(events)
+    assert len(calls) == 3
+    for k, options in calls:
+        assert options["cache_seqlens"].tolist() == [16, 16, 16]
+        table = options["block_table"]
+        assert tuple(k.shape) == ((12, 4, 1, 32) if page_size else (3, 16, 1, 32))
+        if page_size:
+            assert tuple(table.shape) == (3, 4)
+            assert sorted(table.flatten().tolist()) == list(range(12))
+        else:
+            assert table is None

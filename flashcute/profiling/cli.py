@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from ..arguments import output_file, positive
+from ..arguments import natural, output_file, positive
 from ..config import DTYPES, HEAD_DIMS
 
 
@@ -45,11 +45,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="each a saved .json profile, or FIELD=VALUE[,FIELD=VALUE...] as in --set, or default",
     )
     problem = parser.add_argument_group("problem", "with --static it only selects the kernel")
-    problem.add_argument("-b", "--batch", type=positive, help="default: 16k tokens in all")
-    problem.add_argument("--seqlen-q", type=positive, default=4096, help="query tokens (4096)")
-    problem.add_argument("--seqlen-k", type=positive, help="key tokens (default: --seqlen-q)")
+    problem.add_argument(
+        "--cache",
+        action="store_true",
+        help="queries over a cache of keys and values: flash_attn_with_kvcache, as in decoding",
+    )
+    problem.add_argument(
+        "-b", "--batch", type=positive, help="default: 16k tokens in all; with --cache 16"
+    )
+    problem.add_argument("--seqlen-q", type=positive, help="query tokens (4096; with --cache 1)")
+    problem.add_argument(
+        "--seqlen-k",
+        type=positive,
+        help="key tokens (default: --seqlen-q); with --cache tokens of each sequence in it (8192)",
+    )
     problem.add_argument("--heads", type=positive, help="query heads (default: 2048 / head dim)")
     problem.add_argument("--heads-k", type=positive, help="key and value heads (default: --heads)")
+    problem.add_argument(
+        "--page-size",
+        type=natural,
+        default=0,
+        metavar="TOKENS",
+        help="with --cache: tokens of a page, which divide --seqlen-k; 0: a contiguous cache (0)",
+    )
     parser.add_argument("--report", type=_report, help="keep ncu's report in this .ncu-rep file")
     parser.add_argument("--json", type=output_file, help="also write the profile to this file")
     parser.add_argument("--html", type=output_file, help="also write a page to this file")

@@ -14,6 +14,7 @@ from pathlib import Path
 from .. import benchmarking as bm
 from .. import heuristics
 from ..arguments import failures
+from ..bench.serving import Serving
 from ..config import BwdConfig, FwdConfig
 from ..extras import install_command
 from ..jit import cache, kernels
@@ -39,12 +40,7 @@ def choose_config(
     """
     target = args.target or _target_here()
     capability = kernels.capability_of(target)
-    shape = _shape(args)
-    problem = heuristics.FwdProblem(
-        dtype=args.dtype,
-        causal=args.causal,
-        **{name: getattr(shape, name) for name in ("b", "seqlen_q", "seqlen_k", "h", "h_k", "d")},
-    )
+    problem = _shape(args).problem(args.dtype)
     choose = heuristics.choose_fwd if args.what == "fwd" else heuristics.choose_bwd
     config = choose(problem, capability)
     try:
@@ -136,12 +132,13 @@ def _built(config: FwdConfig | BwdConfig, target: str) -> cache.Artefact:
 
 
 def _shape(args: argparse.Namespace) -> bm.Shape:
-    usual = bm.sweep_shape(args.head_dim, args.seqlen_q, args.causal)
+    seqlen_q = args.seqlen_q or (1 if args.cache else 4096)
+    usual = bm.sweep_shape(args.head_dim, seqlen_q, args.causal)
     heads = args.heads or usual.h
     shape = bm.Shape(
-        b=args.batch or usual.b,
-        seqlen_q=args.seqlen_q,
-        seqlen_k=args.seqlen_k or args.seqlen_q,
+        b=args.batch or (16 if args.cache else usual.b),
+        seqlen_q=seqlen_q,
+        seqlen_k=args.seqlen_k or (8192 if args.cache else seqlen_q),
         h=heads,
         h_k=args.heads_k or heads,
         d=args.head_dim,
@@ -151,7 +148,14 @@ def _shape(args: argparse.Namespace) -> bm.Shape:
         raise ValueError(
             f"flashcute profile: expected --heads-k to divide --heads, got {shape.h_k} and {heads}"
         )
-    return shape
+    if not args.cache:
+        return shape
+    if args.page_size and shape.seqlen_k % args.page_size:
+        raise ValueError(
+            "flashcute profile: expected --page-size to divide --seqlen-k, got "
+            f"{args.page_size} and {shape.seqlen_k}; say lengths of whole pages"
+        )
+    return Serving(**dataclasses.asdict(shape), page_size=args.page_size)
 
 
 def _counters(args: argparse.Namespace, changes: Sequence[str]) -> dict[str, object]:
@@ -215,6 +219,16 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(
             "flashcute profile: expected the package matplotlib for --html, found none; "
             f"{install_command('profile')}"
+        )
+    if args.page_size and not args.cache:
+        raise ValueError(
+            f"flashcute profile: expected --cache with --page-size, got --page-size "
+            f"{args.page_size} alone; add --cache, or leave it out"
+        )
+    if args.cache and args.what == "bwd":
+        raise ValueError(
+            "flashcute profile: expected --cache with --pass fwd, got --pass bwd: a call over a "
+            "cache has no gradients; leave one of them out"
         )
     if args.what == "bwd" and (not args.static or args.file or args.compare):
         raise ValueError(

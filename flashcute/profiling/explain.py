@@ -11,6 +11,7 @@ import re
 from collections.abc import Mapping
 
 from .. import heuristics, occupancy
+from ..bench.serving import Serving
 from ..benchmarking import Shape
 from ..config import FwdConfig
 from . import machine as machines
@@ -98,6 +99,7 @@ _STALLS = {
     "warpgroup_arrive": "the other warps of its warpgroup before an MMA",
 }
 _NOT_STALLED = ("selected", "not_selected")
+_DRAM = "dram"  # a unit, and a roof
 
 
 def _pick(metrics: Metrics, names: tuple[str, ...]) -> float | None:
@@ -124,8 +126,7 @@ def visible_tiles(shape: Shape, config: FwdConfig, sms: int = 132) -> int:
     With pack-GQA (:func:`heuristics.packs_heads`), a tile has ``tile_m`` rows of all query heads of
     a key head, whose number is rounded up to a power of two.
     """
-    problem = heuristics.FwdProblem(config.dtype, **dataclasses.asdict(shape))
-    packs = heuristics.packs_heads(problem, config, sms)
+    packs = heuristics.packs_heads(shape.problem(config.dtype), config, sms)
     shift = (shape.h // shape.h_k - 1).bit_length() if packs else 0
     rows = shape.seqlen_q << shift
     count = 0
@@ -142,12 +143,14 @@ def ideal(shape: Shape, config: FwdConfig, sms: int = 132) -> dict[str, float]:
 
     ``tile_macs`` and ``tile_exponentials`` count whole tiles, as a kernel computes them; ``flops``
     and ``dram_bytes`` are those of the problem. ``l2_bytes``: Q and O once, K and V once for each
-    query tile that needs them; with multicast in a cluster it can be less.
+    query tile that needs them; with multicast in a cluster it can be less. Over a cache,
+    ``cache_bytes`` are those of ``dram_bytes`` that are the cache's.
     """
     pairs = visible_tiles(shape, config, sms)
     scores = pairs * config.tile_m * config.tile_n
     rows = shape.b * shape.h * shape.seqlen_q
-    return {
+    cache = {"cache_bytes": shape.cache_bytes} if isinstance(shape, Serving) else {}
+    return cache | {
         "flops": shape.flops,
         "tile_macs": 2 * scores * config.head_dim,
         "tile_exponentials": scores,
@@ -174,7 +177,7 @@ def _roofs(
     dram = quantities["dram_percent_of_ideal"], utilisation["dram"]
     if None not in dram and dram[0]:
         # The measured share of the peak, scaled to the ideal bytes.
-        floors["dram"] = cycles * dram[1] / 100 * 100 / dram[0]
+        floors[_DRAM] = cycles * dram[1] / 100 * 100 / dram[0]
     return {
         name: {
             "least_cycles": None if floor is None else round(floor),
@@ -191,7 +194,7 @@ def profile(
     capability: tuple[int, int],
     multiprocessors: int | None = None,
 ) -> dict[str, object]:
-    """Returns the profile of one launch, as a JSON-ready dict.
+    """Returns the profile of one call's main kernel, as a JSON-ready dict.
 
     Args:
         report: Report of Nsight Compute.
@@ -232,6 +235,10 @@ def profile(
         "ideal": wanted,
         "roofs": _roofs(quantities, wanted, utilisation, capability),
         "stalls": stalls(metrics),
+        "other_kernels": [
+            {"kernel": name, "seconds": _pick(of, _QUANTITIES["seconds"])}
+            for name, of in report.others
+        ],
         "missing": sorted(k for k, v in (utilisation | quantities).items() if v is None),
     }
     warps = occupancy.warps_per_sm(capability)
@@ -255,6 +262,35 @@ def _percent(part: float | None, whole: float | None) -> float | None:
     return None if part is None or not whole else round(100 * part / whole, 1)
 
 
+def _tightest_roof(result: Mapping) -> str | None:
+    """Returns the roof that asks for the most clocks; None where no roof is known."""
+    known = {n: x["least_cycles"] for n, x in result["roofs"].items() if x["least_cycles"]}
+    return max(known, key=known.__getitem__, default=None)
+
+
+def _roof_notes(result: Mapping, roof: str | None) -> list[str]:
+    """Returns what there is to say about the tightest roof, and of a cache."""
+    if roof is None:
+        return []
+    quantities, wanted = result["quantities"], result["ideal"]
+    reached = result["roofs"][roof]["percent_reached"]
+    said = f"the tightest roof is {roof}: the launch reaches {reached} % of it"
+    if roof == _DRAM:
+        said += (
+            f"; it moves {quantities['dram_bytes'] / 1e6:.1f} MB where "
+            f"{wanted['dram_bytes'] / 1e6:.1f} MB are needed, at "
+            f"{result['utilisation_percent'][_DRAM]:.1f} % of the throughput of device memory"
+        )
+    notes = [said]
+    if "cache_bytes" in wanted:
+        share = 100 * wanted["cache_bytes"] / wanted["dram_bytes"]
+        notes.append(
+            f"the cache is {wanted['cache_bytes'] / 1e6:.1f} MB, {share:.1f} % of the bytes that "
+            "device memory must deliver or take"
+        )
+    return notes
+
+
 _PIPES = ("tensor", "issue", "mufu", "fp32", "alu", "smem", "l2", "dram")
 
 
@@ -269,8 +305,10 @@ def _notes(result: Mapping, warps_per_sm: int) -> list[str]:
         if known[top] < 70:
             text += ": no roof is near, so latency or waiting decides, see the stalls"
         notes.append(text)
+    tightest = _tightest_roof(result)
+    notes += _roof_notes(result, tightest)
     wasted = 1 - result["ideal"]["flops"] / 2 / result["ideal"]["tile_macs"]
-    if wasted > 0.1:
+    if wasted > 0.1 and tightest != _DRAM:
         notes.append(
             f"{100 * wasted:.0f} % of the MMAs are for masked or padded scores: smaller tiles "
             "would waste less"
@@ -296,4 +334,11 @@ def _notes(result: Mapping, warps_per_sm: int) -> list[str]:
         if achieved < 0.8 * possible:
             text += ": a short last wave, or uneven tiles"
         notes.append(text)
+    if result["other_kernels"]:
+        times = ", ".join(
+            f"{x['kernel']} "
+            + ("missing" if x["seconds"] is None else f"{1e6 * x['seconds']:.1f} us")
+            for x in result["other_kernels"]
+        )
+        notes.append(f"other kernels of the call, under the profiler: {times}")
     return notes

@@ -1,4 +1,4 @@
-"""Runs Nsight Compute on one of our kernels and reads its report.
+"""Runs Nsight Compute on the kernels of one call and reads its report.
 
 Clocks are not locked, so that a profile shows the GPU as users run it. Figures in clocks or percent
 of a peak do not depend on the clock rate.
@@ -17,16 +17,18 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from ..benchmarking import Shape
 from ..config import FwdConfig
 from .disassembly import ToolError
 
-WARM_UP = 2  # launches before the one that is profiled
+WARM_UP = 2  # calls before the one that is profiled
 USUAL_PLACES = ("/usr/local/cuda/bin/ncu", "/opt/nvidia/nsight-compute/*/ncu")
-_KERNEL = "regex:^flash_fwd"
+_KERNELS = "regex:^flash_"
+_NAME = re.compile(r"flash_\w+")  # names of other programs have template arguments and more
+_MAIN = re.compile(r"flash_(fwd|bwd)_kernel_sm\d+")
 _SECTIONS = (
     *("SpeedOfLight", "ComputeWorkloadAnalysis", "MemoryWorkloadAnalysis", "Occupancy"),
     *("LaunchStats", "SchedulerStats", "WarpStateStats"),
@@ -66,10 +68,17 @@ Metrics = Mapping[str, float]
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """One profiled launch: kernel name and every number, in bytes, seconds, hertz or percent."""
+    """One profiled call: its main kernel and every number, in bytes, seconds, hertz or percent.
+
+    Attributes:
+        kernel: Name of the main kernel, which has the products.
+        metrics: Its metrics.
+        others: (name, metrics) of the call's other kernels, in order.
+    """
 
     kernel: str
     metrics: Metrics
+    others: Sequence[tuple[str, Metrics]] = ()
 
 
 def find_ncu() -> Path:
@@ -108,12 +117,15 @@ def _known_metrics(ncu: Path, environment: Mapping[str, str]) -> list[str]:
 
 
 def command(ncu: Path, metrics: list[str], report: Path, workload: list[str]) -> list[str]:
-    """Returns the command line that profiles one launch of ``workload`` into ``report``."""
+    """Returns the command line that profiles one call of ``workload`` into ``report``.
+
+    The workload says where that call begins and ends, by the CUDA runtime's profiler control.
+    """
     sections = [word for section in _SECTIONS for word in ("--section", section)]
     return [
         *(str(ncu), "--export", str(report), "--force-overwrite"),
-        *("--kernel-name-base", "function", "--kernel-name", _KERNEL),
-        *("--launch-skip", str(WARM_UP), "--launch-count", "1"),
+        *("--kernel-name-base", "function", "--kernel-name", _KERNELS),
+        *("--profile-from-start", "off"),
         *("--clock-control", "none", "--replay-mode", "kernel", "--cache-control", "all"),
         *sections,
         *("--metrics", ",".join(metrics)),
@@ -122,7 +134,7 @@ def command(ncu: Path, metrics: list[str], report: Path, workload: list[str]) ->
 
 
 def run(config: FwdConfig, shape: Shape, report: Path, seconds: float = 600) -> None:
-    """Profiles one launch of ``config`` on ``shape`` and writes ``report`` (.ncu-rep).
+    """Profiles one call with ``config`` on ``shape`` and writes ``report`` (.ncu-rep).
 
     Raises:
         ToolError: where ncu is missing, may not read the counters, or profiled nothing.
@@ -131,7 +143,7 @@ def run(config: FwdConfig, shape: Shape, report: Path, seconds: float = 600) -> 
     settings = {
         "config": dataclasses.asdict(config),
         "shape": dataclasses.asdict(shape),
-        "launches": WARM_UP + 1,
+        "calls": WARM_UP + 1,
     }
     workload = [sys.executable, "-m", "flashcute.profiling.workload", json.dumps(settings)]
     package = str(Path(__file__).resolve().parents[2])
@@ -164,7 +176,7 @@ def run(config: FwdConfig, shape: Shape, report: Path, seconds: float = 600) -> 
 
 
 def read(report: Path) -> Report:
-    """Reads the launch in a .ncu-rep file, by NVIDIA's package ``ncu_report`` or ncu's CSV output.
+    """Reads the call in a .ncu-rep file, by NVIDIA's package ``ncu_report`` or ncu's CSV output.
 
     Raises:
         ToolError: where neither can read it, or it holds no launch of our kernels.
@@ -194,29 +206,39 @@ def _read_through_csv(report: Path) -> Report:
 
 def _read_module(module, report: Path) -> Report:
     context = module.load_report(str(report))
+    found = []
     for index in range(context.num_ranges()):
         launches = context.range_by_idx(index)
         for number in range(launches.num_actions()):
             action = launches.action_by_idx(number)
-            if not _is_ours(action.name()):
-                continue
             metrics = {}
             for name in action.metric_names():
                 metric = action[name]
                 value = metric.value()
                 if isinstance(value, int | float) and math.isfinite(value):
                     metrics[name] = _scaled(value, metric.unit() or "")
-            return Report(action.name(), metrics)
-    raise _no_launch()
+            found.append((action.name(), metrics))
+    return _call(found)
 
 
-def _is_ours(name: str) -> bool:
-    return "flash_fwd" in name
+def _call(launches: Iterable[tuple[str, Metrics]]) -> Report:
+    """Returns the report of a call from its launches, which may be among those of others."""
+    main, others = None, []
+    for name, metrics in launches:
+        ours = _NAME.search(name)
+        if main is None and _MAIN.search(name):
+            main = name, metrics
+        elif ours:
+            others.append((ours[0], metrics))
+    if main is None:
+        raise _no_launch()
+    return Report(*main, others)
 
 
 def _no_launch() -> ToolError:
     return ToolError(
-        "flashcute profile: expected a launch of a flash_fwd kernel in the report, got none"
+        "flashcute profile: expected a launch of a flash_fwd_kernel or flash_bwd_kernel in the "
+        "report, got none; profile again, or say --static"
     )
 
 
@@ -236,13 +258,13 @@ def _number(text: str) -> float | None:
 
 
 def parse_csv(text: str) -> Report:
-    """Parses the first launch of our kernels in the output of ``ncu --csv --page raw``.
+    """Parses a call of ours in the output of ``ncu --csv --page raw``.
 
     The output has a line with names, one with units and one for each launch; ncu's own messages may
     precede them. Metrics that ncu could not measure are left out: missing is not 0.
 
     Raises:
-        ToolError: where there is no such launch.
+        ToolError: where there is no launch of a main kernel.
     """
     lines = text.splitlines()
     start = next((i for i, line in enumerate(lines) if line.startswith('"ID"')), None)
@@ -250,13 +272,14 @@ def parse_csv(text: str) -> Report:
         raise _no_launch()
     names, units, *launches = csv.reader(io.StringIO("\n".join(lines[start:])))
     place = names.index("Kernel Name")
+    found = []
     for launch in launches:
-        if len(launch) != len(names) or not _is_ours(launch[place]):
+        if len(launch) != len(names):
             continue
         metrics: dict[str, float] = {}
         for name, unit, value in zip(names, units, launch, strict=True):
             number = _number(value)
             if "__" in name and number is not None:
                 metrics[name] = _scaled(number, unit)
-        return Report(launch[place], metrics)
-    raise _no_launch()
+        found.append((launch[place], metrics))
+    return _call(found)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 
-from ..benchmarking import format_table
+from ..benchmarking import Shape, format_table
 
 _WORDS = {
     "tensor": "tensor cores",
@@ -123,14 +124,21 @@ def _figure(value: object) -> str:
     return f"{value:g}" if isinstance(value, int | float) else str(value)
 
 
+def _problem(shape: Mapping) -> str:
+    sizes = [f"{field.name}={shape[field.name]}" for field in dataclasses.fields(Shape)]
+    sizes[-1] = "causal" if shape["causal"] else "full"
+    if "page_size" in shape:
+        size = shape["page_size"]
+        sizes.append(f"over a cache in pages of {size}" if size else "over a contiguous cache")
+    return " ".join(sizes)
+
+
 def counters_report(report: Mapping) -> str:
     """Formats one profile of Nsight Compute: utilisation, roofs, traffic, occupancy, stalls."""
-    shape, quantities = report["shape"], report["quantities"]
-    mask = "causal" if shape["causal"] else "full"
-    sizes = " ".join(f"{name}={shape[name]}" for name in shape if name != "causal")
+    quantities = report["quantities"]
     head = [
         f"kernel              {report['kernel']}",
-        f"problem             {sizes} {mask}",
+        f"problem             {_problem(report['shape'])}",
         f"under the profiler  {_figure(quantities['seconds'])} s, {_figure(quantities['tflops'])} "
         f"TFLOP/s, {_figure(quantities['cycles'])} clocks",
     ]
