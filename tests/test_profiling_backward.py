@@ -27,7 +27,9 @@ def binary(name: str, excerpt: str | None = "flash_fwd_hdim32_fp16_sm80_loop") -
 def binaries(config: BwdConfig) -> list[Binary]:
     """As a shared object has them: the last pass first, then kernels without products."""
     if config.arch == 90:
-        names = ["_ZN5flash21flash_bwd_kernel_sm90Ev", "_ZN5flash33flash_bwd_postprocess"]
+        kernel = "_ZN5flash21flash_bwd_kernel_sm90INS_19KernelTraitsBwdSm90IXtlELb0ELb1EEELb"
+        names = [f"{kernel}1EEEEEvNS_1P", f"{kernel}0EEEEEvNS_1P"]
+        names.append("_ZN5flash33flash_bwd_postprocess_kernel_sm90INS_1KELb1EEEEEvNS_1P")
     else:
         wanted = ("dv", "dk", "dq") if config.split_dkv else ("dkv", "dq")
         kernel = "_ZN5flash21flash_bwd_kernel_sm80INS_19KernelTraitsBwdSm80ILb1ELNS_7BwdPassE"
@@ -36,7 +38,7 @@ def binaries(config: BwdConfig) -> list[Binary]:
             names = [f"{kernel}{PASSES['all']}EEELb{ordered}EEEvv" for ordered in (1, 0)]
     made = [binary(name) for name in names]
     if config.arch == 90:
-        made[1] = binary(names[1], None)
+        made[2] = binary(names[2], None)
     return [*made, binary("_ZN5flash26flash_bwd_row_stats_kernel", None)]
 
 
@@ -73,13 +75,15 @@ def test_one_kernel_of_the_sm80_class(head_dim):
 
 @pytest.mark.parametrize(("head_dim", "products"), [(128, 5), (192, 2.5), (256, 2.5)])
 def test_the_sm90_class_has_one_kernel_with_products(head_dim, products):
-    """Above d = 128 each warpgroup has a loop with half of them, for all scores."""
+    """In two forms, of which one stores first sums of dQ. Above d = 128 each warpgroup has a loop
+    with half of the products, for all scores."""
     config = heuristics.sm90_bwd_config("bf16", head_dim, "causal")
     found = kernels(config)
-    assert list(found) == ["all"]
-    only = found["all"]
-    assert (only.products, only.threads, only.smem_bytes) == (products, 384, config.smem_bytes)
-    assert only.full_name == f"{config.full_name} all"
+    assert list(found) == ["all", "all, first stored"]
+    for name, kernel in found.items():
+        assert (kernel.products, kernel.threads) == (products, 384)
+        assert kernel.smem_bytes == config.smem_bytes
+        assert kernel.full_name == f"{config.full_name} {name}"
 
 
 @pytest.mark.parametrize(("computes", "products"), [("dq", 3), ("dkv", 4), ("dv", 2)])
@@ -118,7 +122,11 @@ def built(monkeypatch):
 
 @pytest.mark.parametrize(
     ("target", "head_dim", "names"),
-    [("80", 64, ["all", "all in order"]), ("86", 256, ["dq", "dk", "dv"]), ("90", 64, ["all"])],
+    [
+        ("80", 64, ["all", "all in order"]),
+        ("86", 256, ["dq", "dk", "dv"]),
+        ("90", 64, ["all", "all, first stored"]),
+    ],
 )
 def test_each_kernel_has_a_report(built, tmp_path, capsys, target, head_dim, names):
     pytest.importorskip("matplotlib")
@@ -147,7 +155,7 @@ def test_fields_of_tiles_can_be_set(built):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((), "expected --static"),
+        (("--file", "x.so"), "expected --static with --file"),
         (("--static", "--file", "x.so"), "without --file"),
         (("--static", "--compare", "default", "default"), "and --compare"),
         (

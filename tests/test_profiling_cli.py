@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 import types
@@ -180,10 +181,10 @@ esac
 def stand_in(monkeypatch, tmp_path):
     """A program in ncu's place that writes down how it was called, and a GPU to believe in."""
 
-    def use(last="exit 0"):
+    def use(last="exit 0", raw=RAW):
         log = tmp_path / "log"
         program = tmp_path / "ncu"
-        program.write_text(NCU.format(raw=RAW, log=log, last=last))
+        program.write_text(NCU.format(raw=raw, log=log, last=last))
         program.chmod(0o755)
         monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
         monkeypatch.setitem(sys.modules, "ncu_report", None)
@@ -223,6 +224,58 @@ def test_ncu_profiles_the_configuration_on_the_shape(stand_in, monkeypatch, tmp_
     report = json.loads(saved.read_text())
     assert (report["kind"], report["shape"]) == ("ncu", sizes)
     assert "nothing from the machine code: no cuobjdump" in capsys.readouterr().out
+
+
+@pytest.fixture
+def stand_in_bwd(stand_in, monkeypatch, tmp_path):
+    """As stand_in, with a report of a backward: another kernel, then the main one. Adds what is
+    built to a list."""
+    launch = RAW.read_text().splitlines()[-1]
+    names = ("flash_bwd_row_stats_kernel", "flash_bwd_kernel_sm90")
+    launches = [launch.replace("flash_fwd_kernel_sm80", name) for name in names]
+    raw = tmp_path / "bwd.csv"
+    raw.write_text(RAW.read_text().replace(launch, "\n".join(launches)))
+    built = []
+    monkeypatch.setattr("flashcute.profiling.command._built", lambda *of: built.append(of))
+    return stand_in(raw=raw), built
+
+
+def test_ncu_profiles_a_backward(stand_in_bwd, monkeypatch, tmp_path, capsys):
+    log, built = stand_in_bwd
+    report = json.loads(saved_static(tmp_path, "main all").read_text())
+    forms = {"all": report, "all, first stored": report | {"kernel": "other"}}
+    monkeypatch.setattr("flashcute.profiling.command._static_backward", lambda *_: forms)
+    saved = tmp_path / "a.json"
+    assert profile("--pass", "bwd", "--head-dim", 64, "--causal", "--json", saved) == 0
+    settings = json.loads(log.read_text().splitlines()[-1])
+    config = heuristics.sm90_bwd_config("bf16", 64, "causal")
+    assert settings["config"] == dataclasses.asdict(config)
+    # The forward, too, is built before the profiler runs.
+    assert [(x.kind, target) for x, target in built] == [("fwd", "90"), ("bwd", "90")]
+    assert built[1][0] == config
+    made = json.loads(saved.read_text())
+    assert (made["kind"], made["kernel"]) == ("ncu", config.full_name)
+    assert made["static"]["kernel"] == "main all"
+    printed = capsys.readouterr().out
+    assert "other kernels of the call, under the profiler: flash_bwd_row_stats_kernel" in printed
+    assert "the machine code is that of 'main all'; the launch may be of another form" in printed
+
+
+def test_two_backwards_are_compared(stand_in_bwd, monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv("FLASHCUTE_ARCH", "80")
+    monkeypatch.setattr("flashcute.profiling.command._static_backward", no_machine_code)
+    tile = "dkv.min_ctas=1,dq.min_ctas=1"
+    arguments = ("--pass", "bwd", "--head-dim", 64, "--compare", "default", tile)
+    assert profile(*arguments) == 0
+    assert "| config.dkv.min_ctas " in capsys.readouterr().out
+
+
+def test_a_backward_of_several_kernels_is_not_measured(stand_in_bwd, capsys):
+    """On GPUs with 99 KB of shared memory at large head dimensions."""
+    assert profile("--pass", "bwd", "--head-dim", 256, "--target", 86) == 1
+    error = capsys.readouterr().err
+    assert "expected a backward with one kernel for all gradients, got flash_bwd_hdim256" in error
+    assert "say --static for each of them" in error
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import types
 from pathlib import Path
 
 import pytest
@@ -81,6 +82,57 @@ def test_a_real_report_says_the_same_as_csv_and_through_nvidias_module():
     waits = [{n: s["warps_per_issue"] for n, s in of["stalls"].items()} for of in (made, saved)]
     assert waits[0] == pytest.approx(waits[1], abs=2e-3)
     assert made["missing"] == saved["missing"]
+
+
+BWD_SHAPE = bm.Shape(2, 300, 500, 6, 2, 128, causal=True)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 192])  # one CTA owns keys, or two of a cluster do
+def test_visible_tiles_of_a_backward(head_dim, causal):
+    """Heads never share its tiles, which have the keys that the CTAs of a cluster own."""
+    config = heuristics.sm90_bwd_config("bf16", head_dim, "causal")
+    shape = dataclasses.replace(BWD_SHAPE, d=head_dim, causal=causal)
+    keys = config.dkv.rows * (2 if head_dim == 192 else 1)
+    tile = types.SimpleNamespace(tile_m=config.dkv.step, tile_n=keys)
+    expected = tiles_with_anything_visible(shape, tile)
+    assert explain.visible_tiles(shape, config) == expected
+    wanted = explain.ideal(shape, config)
+    assert wanted["tile_macs"] == 5 * head_dim * expected * config.dkv.step * keys
+
+
+def test_a_backward_has_five_products_and_sums_of_dq():
+    config = heuristics.sm90_bwd_config("bf16", 128, "causal")
+    wanted = explain.ideal(BWD_SHAPE, config)
+    assert wanted["flops"] == 2.5 * BWD_SHAPE.flops
+    q, k, _ = bm.make_qkv(BWD_SHAPE, bm.torch.bfloat16, "cpu")
+    sums, statistics = 2 * q.nbytes, 2 * 4 * 2 * 300 * 6
+    # Q and dO; K, V, dK and dV.
+    assert wanted["dram_bytes"] == 2 * q.nbytes + 4 * k.nbytes + sums + statistics
+
+
+def test_a_backward_of_one_tile_moves_through_l2_what_it_reads_and_writes():
+    config = heuristics.fused_bwd_config("bf16", 64)
+    shape = bm.Shape(1, config.dkv.step, config.dkv.rows, 1, 1, 64, causal=False)
+    wanted = explain.ideal(shape, config)
+    assert wanted["l2_bytes"] == wanted["dram_bytes"]
+    assert wanted["flops"] == 2 * wanted["tile_macs"]
+
+
+def test_figures_of_a_backward():
+    config = heuristics.sm90_bwd_config("bf16", 64, "causal")
+    others = [("flash_bwd_row_stats_kernel", {"gpu__time_duration.sum": 9.6e-5})]
+    metrics = ncu.parse_csv(RAW.read_text()).metrics
+    made = profile(ncu.Report("flash_bwd_kernel_sm90", metrics, others), config)
+    assert made["kernel"] == config.full_name
+    flops = 2.5 * SHAPE.flops
+    assert made["quantities"]["tflops"] == pytest.approx(flops / 1482.3e-6 / 1e12, abs=0.06)
+    useful = made["roofs"]["tensor, useful FLOPs"]["percent_reached"]
+    assert useful == pytest.approx(100 * flops / 2534733 / 132 / 4096, abs=0.06)
+    assert any("the tightest roof is tensor, whole tiles" in note for note in made["notes"])
+    assert any(note.endswith("flash_bwd_row_stats_kernel 96.0 us") for note in made["notes"])
+    assert json.loads(json.dumps(made)) == made
+    assert config.full_name in text.report_text(made)
 
 
 def cached(page_size=0, seqlen_k=4096):

@@ -6,6 +6,7 @@ import dataclasses
 import json
 
 import pytest
+import torch
 
 from flashcute import benchmarking as bm
 from flashcute import heuristics
@@ -21,14 +22,17 @@ PROBLEM = heuristics.FwdProblem("bf16", False, 9, 9, 9, 9, 9, 256)
 def events(monkeypatch):
     """What happens, in order: "start", "stop", and what a test adds; without a GPU."""
     found = []
-    monkeypatch.setattr(heuristics, "choose_fwd", heuristics.choose_fwd)  # put back afterwards
+    for name in ("choose_fwd", "choose_bwd"):
+        monkeypatch.setattr(heuristics, name, getattr(heuristics, name))  # put back afterwards
     monkeypatch.setattr(workload.torch.cuda, "synchronize", lambda: None)
     for name in ("start", "stop"):
         monkeypatch.setattr(
             workload.torch.cuda.profiler, name, lambda name=name: found.append(name)
         )
     on_cpu = bm.make_qkv
-    monkeypatch.setattr(bm, "make_qkv", lambda shape, dtype, device: on_cpu(shape, dtype, "cpu"))
+    monkeypatch.setattr(
+        bm, "make_qkv", lambda shape, dtype, _, **seed: on_cpu(shape, dtype, "cpu", **seed)
+    )
     return found
 
 
@@ -83,3 +87,27 @@ def test_a_call_over_a_cache_reads_all_of_it(events, monkeypatch, page_size):
             assert sorted(table.flatten().tolist()) == list(range(12))
         else:
             assert table is None
+
+
+def test_a_backward_is_called_for_all_gradients_of_one_forward(events, monkeypatch):
+    config, forward = heuristics.fused_bwd_config("fp16", 32, "causal"), heuristics.choose_fwd
+    attention, grad = workload.flash_attn_func, torch.autograd.grad
+
+    def counted(q, k, v, causal):
+        events.append("forward")
+        assert all(x.requires_grad for x in (q, k, v))
+        return attention(q, k, v, causal=causal)
+
+    def gradients(out, inputs, dout, retain_graph):
+        assert heuristics.choose_bwd(PROBLEM, (9, 0), 132, every=True) == config
+        assert heuristics.choose_fwd is forward
+        found = grad(out, inputs, dout, retain_graph=retain_graph)
+        events.append([(tuple(x.shape), x.dtype) for x in found])
+        assert not torch.equal(inputs[0], dout)
+
+    monkeypatch.setattr(workload, "flash_attn_func", counted)
+    monkeypatch.setattr(torch.autograd, "grad", gradients)
+    run(config, SHAPE)
+    assert events.pop(0) == "forward"
+    sizes = [((1, s, h, 32), torch.float16) for s, h in ((8, 2), (16, 1), (16, 1))]
+    assert calls_around_the_last(events) == [sizes] * 3

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 _PASSES = {0: ("dq", 3), 1: ("dkv", 4), 2: ("dk", 3), 3: ("dv", 2), 4: ("all", 5)}
 # The number is followed, for "all" alone, by whether tiles of keys add to dQ in their order.
 _PASS = re.compile(r"BwdPassE(\d)E+(Lb1E)?")
+# The last template argument of the sm90 class's traits (KernelTraitsBwdSm90).
+_STORES_FIRST = re.compile(r"flash_bwd_kernel_sm90.*Lb1E+v")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,7 +28,9 @@ class BwdKernel:
     Attributes:
         config: Configuration of the whole backward.
         computes: ``"dq"``, ``"dkv"``, ``"dk"`` or ``"dv"`` where there are several, else ``"all"``,
-            or ``"all in order"`` where tiles of keys add to dQ in their order.
+            ``"all in order"`` where tiles of keys add to dQ in their order, or ``"all, first
+            stored"`` where the first tiles of keys store dQ and later ones add to it, in the sm90
+            class.
         products: Matrix products for each score, in each of its loops.
     """
 
@@ -75,5 +79,7 @@ def kernels(binaries: Iterable[Binary], config: BwdConfig) -> list[tuple[BwdKern
         computes, products = ("all", divided) if match is None else _PASSES[int(match[1])]
         if match is not None and match[2]:
             computes += " in order"
+        if _STORES_FIRST.search(binary.function.name):
+            computes += ", first stored"
         found.append((BwdKernel(config, computes, products), binary))
     return sorted(found, key=lambda pair: (pair[0].computes != "dq", pair[0].computes))

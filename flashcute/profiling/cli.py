@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         dest="what",
         choices=("fwd", "bwd"),
         default="fwd",
-        help="fwd, or each kernel with products of a bwd, with --static",
+        help="fwd, or bwd: its kernel for all gradients, or with --static each with products (fwd)",
     )
     parser.add_argument("--target", help="sm number, e.g. 90 (default: the GPU here, else 90)")
     parser.add_argument(

@@ -102,21 +102,22 @@ def _static(args: argparse.Namespace, changes: Sequence[str]) -> dict[str, objec
     return static.profile(binary, capability, config.head_dim, config, spills, log)
 
 
-def _backward(args: argparse.Namespace) -> dict[str, object]:
-    """Returns the static profile of each kernel with products of a backward."""
-    config, target = choose_config(args, args.set)
+def _static_backward(
+    args: argparse.Namespace, changes: Sequence[str]
+) -> dict[str, dict[str, object]]:
+    """Returns the static profiles of a backward's kernels with products, by what they compute."""
+    config, target = choose_config(args, changes)
     capability = kernels.capability_of(target)
     disassembly.find_cuobjdump()
     artefact = _built(config, target)
     meta = artefact.meta
     found = backward.kernels(disassembly.read_binaries(artefact.path), config)
-    reports = [
-        static.profile(
+    return {
+        kernel.computes: static.profile(
             binary, capability, config.head_dim, kernel, meta["spill_bytes"], meta["log"]
         )
         for kernel, binary in found
-    ]
-    return {"kind": "kernels", "machine": bm.machine_info(), "profiles": reports}
+    }
 
 
 def _built(config: FwdConfig | BwdConfig, target: str) -> cache.Artefact:
@@ -170,6 +171,14 @@ def _counters(args: argparse.Namespace, changes: Sequence[str]) -> dict[str, obj
         )
     config, target = choose_config(args, changes)
     shape = _shape(args)
+    capability = kernels.capability_of(target)
+    if isinstance(config, BwdConfig):
+        if not config.fused:
+            raise ValueError(
+                "flashcute profile: expected a backward with one kernel for all gradients, got "
+                f"{config.full_name}, which has several; say --static for each of them"
+            )
+        _built(heuristics.choose_fwd(shape.problem(args.dtype), capability), target)
     _built(config, target)  # here and not under the profiler
     with tempfile.TemporaryDirectory(prefix="flashcute-profile-") as folder:
         file = args.report or Path(folder) / "profile.ncu-rep"
@@ -177,9 +186,18 @@ def _counters(args: argparse.Namespace, changes: Sequence[str]) -> dict[str, obj
         ncu.run(config, shape, file)
         report = ncu.read(file)
     sms = torch.cuda.get_device_properties(0).multi_processor_count
-    result = explain.profile(report, config, shape, kernels.capability_of(target), sms)
+    result = explain.profile(report, config, shape, capability, sms)
     try:
-        machine_code = _static(args, changes)
+        if isinstance(config, BwdConfig):
+            forms = _static_backward(args, changes)
+            machine_code = forms["all"]
+            if len(forms) > 1:
+                result["notes"].append(
+                    f"the machine code is that of {machine_code['kernel']!r}; the launch may be "
+                    "of another form, which --static shows, too"
+                )
+        else:
+            machine_code = _static(args, changes)
         wanted = explain.expected(result, machine_code)
         return result | {"expected_percent": wanted, "static": machine_code}
     except disassembly.ToolError as error:
@@ -230,15 +248,15 @@ def run(args: argparse.Namespace) -> int:
             "flashcute profile: expected --cache with --pass fwd, got --pass bwd: a call over a "
             "cache has no gradients; leave one of them out"
         )
-    if args.what == "bwd" and (not args.static or args.file or args.compare):
+    if args.what == "bwd" and args.static and (args.file or args.compare):
         raise ValueError(
-            "flashcute profile: expected --static, without --file and --compare, with --pass bwd: "
-            "a backward is several kernels, whose machine code alone is profiled"
+            "flashcute profile: expected --static with --pass bwd without --file and --compare: a "
+            "backward may be several kernels; leave them out, or compare without --static"
         )
     try:
-        if args.what == "bwd":
-            payload = _backward(args)
-            reports = payload["profiles"]
+        if args.what == "bwd" and args.static:
+            reports = list(_static_backward(args, args.set).values())
+            payload = {"kind": "kernels", "machine": bm.machine_info(), "profiles": reports}
         elif args.compare:
             reports = [_one(args, spec) for spec in args.compare]
             payload = {"kind": "comparison", "profiles": reports}

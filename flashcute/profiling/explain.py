@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from .. import heuristics, occupancy
 from ..bench.serving import Serving
 from ..benchmarking import Shape
-from ..config import FwdConfig
+from ..config import BwdConfig, FwdConfig
 from . import machine as machines
 from .ncu import Metrics, Report
 
@@ -120,42 +120,67 @@ def stalls(metrics: Metrics) -> dict[str, dict[str, object]]:
     }
 
 
-def visible_tiles(shape: Shape, config: FwdConfig, sms: int = 132) -> int:
+def _tile(config: FwdConfig | BwdConfig) -> tuple[int, int]:
+    """Returns the rows of queries and of keys of a main loop step, of a cluster for a backward."""
+    if isinstance(config, BwdConfig):
+        return config.dkv.step, config.cluster * config.dkv.rows
+    return config.tile_m, config.tile_n
+
+
+def visible_tiles(shape: Shape, config: FwdConfig | BwdConfig, sms: int = 132) -> int:
     """Counts pairs of query tile and key tile with an unmasked score, of all heads and batches.
 
-    With pack-GQA (:func:`heuristics.packs_heads`), a tile has ``tile_m`` rows of all query heads of
-    a key head, whose number is rounded up to a power of two.
+    A backward, which is one kernel for all gradients, has tiles of one head. In a forward with
+    pack-GQA (:func:`heuristics.packs_heads`), a tile has ``tile_m`` rows of all query heads of a
+    key head, whose number is rounded up to a power of two.
     """
-    packs = heuristics.packs_heads(shape.problem(config.dtype), config, sms)
+    tile_m, tile_n = _tile(config)
+    backward = isinstance(config, BwdConfig)
+    packs = not backward and heuristics.packs_heads(shape.problem(config.dtype), config, sms)
     shift = (shape.h // shape.h_k - 1).bit_length() if packs else 0
     rows = shape.seqlen_q << shift
     count = 0
-    tiles_k = -(-shape.seqlen_k // config.tile_n)
-    for first in range(0, rows, config.tile_m):
-        last = (min(first + config.tile_m, rows) - 1) >> shift
+    tiles_k = -(-shape.seqlen_k // tile_n)
+    for first in range(0, rows, tile_m):
+        last = (min(first + tile_m, rows) - 1) >> shift
         seen = last + 1 + shape.seqlen_k - shape.seqlen_q if shape.causal else shape.seqlen_k
-        count += min(tiles_k, max(0, -(-seen // config.tile_n)))
+        count += min(tiles_k, max(0, -(-seen // tile_n)))
     return shape.b * (shape.h_k if packs else shape.h) * count
 
 
-def ideal(shape: Shape, config: FwdConfig, sms: int = 132) -> dict[str, float]:
+def ideal(shape: Shape, config: FwdConfig | BwdConfig, sms: int = 132) -> dict[str, float]:
     """Returns the least work for the problem and its tiles on so many SMs, whatever the kernel.
 
     ``tile_macs`` and ``tile_exponentials`` count whole tiles, as a kernel computes them; ``flops``
     and ``dram_bytes`` are those of the problem. ``l2_bytes``: Q and O once, K and V once for each
     query tile that needs them; with multicast in a cluster it can be less. Over a cache,
     ``cache_bytes`` are those of ``dram_bytes`` that are the cache's.
+
+    A backward has five products instead of two. Its main kernel reads Q, dO, K, V and two
+    statistics of each query, and writes dK, dV and the sums of dQ in 32 bits; O is read by the
+    kernel before it. ``l2_bytes``: all that a query has once for each key tile that it sees.
     """
+    tile_m, tile_n = _tile(config)
     pairs = visible_tiles(shape, config, sms)
-    scores = pairs * config.tile_m * config.tile_n
+    scores = pairs * tile_m * tile_n
     rows = shape.b * shape.h * shape.seqlen_q
+    if isinstance(config, BwdConfig):
+        of_keys = 4 * 2 * shape.d * shape.b * shape.h_k * shape.seqlen_k
+        of_query = 2 * 2 * shape.d + 4 * config.dq_accum + 2 * 4
+        return {
+            "flops": 5 * shape.flops // 2,
+            "tile_macs": 5 * scores * config.head_dim,
+            "tile_exponentials": scores,
+            "dram_bytes": of_keys + of_query * rows,
+            "l2_bytes": of_keys + of_query * pairs * tile_m,
+        }
     cache = {"cache_bytes": shape.cache_bytes} if isinstance(shape, Serving) else {}
     return cache | {
         "flops": shape.flops,
         "tile_macs": 2 * scores * config.head_dim,
         "tile_exponentials": scores,
         "dram_bytes": shape.bytes(),
-        "l2_bytes": 2 * shape.d * (2 * rows + 2 * pairs * config.tile_n) + 4 * rows,
+        "l2_bytes": 2 * shape.d * (2 * rows + 2 * pairs * tile_n) + 4 * rows,
     }
 
 
@@ -189,7 +214,7 @@ def _roofs(
 
 def profile(
     report: Report,
-    config: FwdConfig,
+    config: FwdConfig | BwdConfig,
     shape: Shape,
     capability: tuple[int, int],
     multiprocessors: int | None = None,
@@ -198,7 +223,7 @@ def profile(
 
     Args:
         report: Report of Nsight Compute.
-        config: The kernel's configuration.
+        config: The kernel's configuration; a backward is one kernel for all gradients.
         shape: The problem.
         capability: Compute capability of the GPU.
         multiprocessors: SMs of the GPU, for a report without that metric.
@@ -218,7 +243,7 @@ def profile(
         quantities["smem_bank_conflicts"], quantities["smem_wavefronts"]
     )
     seconds = quantities["seconds"]
-    quantities["tflops"] = None if not seconds else round(shape.flops / seconds / 1e12, 1)
+    quantities["tflops"] = None if not seconds else round(wanted["flops"] / seconds / 1e12, 1)
     elements = wanted["tile_exponentials"]
     issued = quantities["warp_instructions"]
     quantities["instructions_per_score_element"] = (

@@ -21,7 +21,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from ..benchmarking import Shape
-from ..config import FwdConfig
+from ..config import BwdConfig, FwdConfig
 from .disassembly import ToolError
 
 WARM_UP = 2  # calls before the one that is profiled
@@ -133,7 +133,7 @@ def command(ncu: Path, metrics: list[str], report: Path, workload: list[str]) ->
     ]
 
 
-def run(config: FwdConfig, shape: Shape, report: Path, seconds: float = 600) -> None:
+def run(config: FwdConfig | BwdConfig, shape: Shape, report: Path, seconds: float = 600) -> None:
     """Profiles one call with ``config`` on ``shape`` and writes ``report`` (.ncu-rep).
 
     Raises:

@@ -16,7 +16,7 @@ import torch
 from .. import benchmarking as bm
 from .. import flash_attn_func, flash_attn_with_kvcache, heuristics
 from ..bench.serving import Serving
-from ..config import FwdConfig
+from ..config import BwdConfig, BwdTile, FwdConfig
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -41,17 +41,33 @@ def _over_cache(config: FwdConfig, shape: Serving) -> Callable[[], object]:
     return lambda: flash_attn_with_kvcache(q, k, v, **options)
 
 
+def _backward(config: BwdConfig, shape: bm.Shape) -> Callable[[], object]:
+    """Runs a forward, and makes a call that computes its gradients."""
+    heuristics.choose_bwd = lambda *_, **__: config
+    dtype = DTYPES[config.dtype]
+    inputs = [x.requires_grad_() for x in bm.make_qkv(shape, dtype, "cuda")]
+    dout, _, _ = bm.make_qkv(shape, dtype, "cuda", seed=1)
+    out = flash_attn_func(*inputs, causal=shape.causal)
+    return lambda: torch.autograd.grad(out, inputs, dout, retain_graph=True)
+
+
+def _call(fields: dict, shape: dict) -> Callable[[], object]:
+    """Makes a call from the fields of a configuration and of a shape."""
+    if "dkv" in fields:
+        tiles = {name: BwdTile(**fields[name]) for name in ("dq", "dkv")}
+        return _backward(BwdConfig(**fields | tiles), bm.Shape(**shape))
+    if "page_size" in shape:
+        return _over_cache(FwdConfig(**fields), Serving(**shape))
+    return _forward(FwdConfig(**fields), bm.Shape(**shape))
+
+
 def main(argv: list[str]) -> int:
     """Runs the problem on the process's first GPU with the given configuration.
 
     This process runs one configuration only, so it replaces the heuristics' choice.
     """
     settings = json.loads(argv[0])
-    config = FwdConfig(**settings["config"])
-    if "page_size" in settings["shape"]:
-        call = _over_cache(config, Serving(**settings["shape"]))
-    else:
-        call = _forward(config, bm.Shape(**settings["shape"]))
+    call = _call(settings["config"], settings["shape"])
     for _ in range(settings["calls"] - 1):
         call()
     torch.cuda.profiler.start()
