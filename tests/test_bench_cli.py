@@ -280,6 +280,7 @@ def names_asked_for(shape, dtype, sms):
         window_right=rounded_length(min(shape.window[1], length)) if local else 0,
         softcap=shape.softcap > 0,
         alibi=shape.alibi,
+        dropout=shape.dropout > 0,
     )
     with pytest.MonkeyPatch.context() as patch:
         gpu = SimpleNamespace(major=9, minor=0, multi_processor_count=sms)

@@ -29,11 +29,36 @@ def make(shape, *names, dtype=torch.float32, what="fwd"):
     return option_peers.make(q.mul_(10) if shape.softcap else q, k, v, shape, names, what)
 
 
+def seeded(call):
+    """Returns the result of a call that draws the same dropout mask each time."""
+    torch.manual_seed(1)
+    return call()
+
+
 @pytest.mark.parametrize("name", SMALL)
 def test_contenders_agree(name):
     calls, missing = make(SMALL[name], "flashcute", "torch")
     assert missing == {}
-    torch.testing.assert_close(calls["flashcute"](), calls["torch"](), rtol=1e-4, atol=1e-4)
+    ours, exact = (seeded(calls[x]) for x in ("flashcute", "torch"))
+    torch.testing.assert_close(ours, exact, rtol=1e-4, atol=1e-4)
+
+
+def test_dropout_draws_another_mask_in_each_call():
+    calls, _ = make(BY_FAMILY["dropout"], "flashcute", "torch")
+    for call in calls.values():
+        assert (call() - call()).abs().max() > 0.1
+
+
+def test_with_dropout_only_the_same_masks_are_compared():
+    names = ("flashcute", "repeatable", "torch", "fa2", "plain", "other")
+    found = {
+        family: [name for name in names if option_peers.is_compared(name, shape)]
+        for family, shape in BY_FAMILY.items()
+    }
+    assert found.pop("dropout") == ["flashcute", "repeatable", "torch"]
+    assert all(x == ["flashcute", "repeatable", "torch", "fa2", "other"] for x in found.values())
+    trusted = {option_peers.trusted(BY_FAMILY["dropout"], x, "cuda") for x in peers.PASSES}
+    assert trusted == {"torch"}
 
 
 @pytest.mark.parametrize("what", ["bwd", "fwd+bwd"])
@@ -42,26 +67,27 @@ def test_gradients_agree(name, what):
     with torch.no_grad():  # as in a sweep
         calls, missing = make(SMALL[name], "flashcute", peers.REPEATABLE, "torch", what=what)
         assert missing == {}
-        expected = calls["torch"]()
+        expected = seeded(calls["torch"])
         for call in ("flashcute", peers.REPEATABLE):
-            for found, x in zip(calls[call](), expected, strict=True):
+            for found, x in zip(seeded(calls[call]), expected, strict=True):
                 torch.testing.assert_close(found, x, rtol=1e-4, atol=1e-4)
-    assert option_peers.trusted(what, "cpu") == "torch" and option_peers.trusted(what, "cuda")
+    assert option_peers.trusted(SMALL[name], what, "cpu") == "torch"
+    assert option_peers.trusted(SMALL[name], what, "cuda") in ("fa2", "torch")
 
 
 @pytest.mark.parametrize("name", SMALL)
 def test_the_definition_takes_rows_in_pieces(name, monkeypatch):
     calls, _ = make(SMALL[name], "torch")
-    whole = calls["torch"]()
+    whole = seeded(calls["torch"])
     monkeypatch.setattr(option_peers, "_CHUNK", 1000)
-    torch.testing.assert_close(calls["torch"](), whole)
+    torch.testing.assert_close(seeded(calls["torch"]), whole)
 
 
-@pytest.mark.parametrize("family", ["sinks", "softcap", "alibi"])
+@pytest.mark.parametrize("family", ["sinks", "softcap", "alibi", "dropout"])
 def test_plain_is_without_the_option(family):
     shape = BY_FAMILY[family]
     calls, _ = make(shape, "flashcute", "plain", "torch")
-    bare = dataclasses.replace(shape, sinks=False, softcap=0.0, alibi=False)
+    bare = dataclasses.replace(shape, sinks=False, softcap=0.0, alibi=False, dropout=0.0)
     q, k, v = inputs.make("normal", shape.tensors, torch.float32, "cpu")
     q = q.mul_(10) if shape.softcap else q
     exact = option_peers.make(q, k, v, bare, ("torch",))[0]["torch"]()
@@ -123,6 +149,7 @@ def fa2_on_cpu():
             "causal": is_causal,
             "window_size": tuple(-1 if x is None else x for x in sides),
             "alibi_slopes": keywords.get("alibi_slopes"),
+            "dropout_p": dropout_p,
             "return_attn_probs": True,
         }
         if cum_q is None:
@@ -140,12 +167,12 @@ def fa2_on_cpu():
 
 
 @pytest.mark.usefixtures("fa2_on_cpu")
-@pytest.mark.parametrize("family", ["window", "sinks", "ragged", "alibi"])
+@pytest.mark.parametrize("family", ["window", "sinks", "ragged", "alibi", "dropout"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_flash_attention_2_gets_the_options(family, dtype):
     calls, missing = make(BY_FAMILY[family], "fa2", "torch", dtype=dtype)
     assert missing == {}
-    out, exact = calls["fa2"](), calls["torch"]()
+    out, exact = seeded(calls["fa2"]), seeded(calls["torch"])
     assert out.dtype == dtype
     # Beside the 16-bit contenders' own roundings: the least that a wrong mask gives is 0.1.
     tolerance = 1e-4 if dtype == torch.float32 else 4e-2
@@ -177,6 +204,8 @@ def test_a_peer_without_the_option_names_it():
         ("fa2", "softcap"): "no softcap",
         ("fa3", "sinks"): "no sinks",
         ("fa3", "alibi"): "no ALiBi",
+        ("fa3", "dropout"): "no dropout",
+        ("flex", "dropout"): "no dropout",
         ("flex", "sinks"): "no argument for sinks",
         ("flex", "ragged"): "no argument for packed sequences",
         ("cudnn", "window"): "takes no option",
@@ -215,6 +244,7 @@ def test_support_is_asked_about_each_option(family, monkeypatch):
         "sinks": asked["sinks"] is not None,
         "softcap": asked["softcap"] != 0.0,
         "alibi": asked["alibi_slopes"] is not None,
+        "dropout": asked["dropout_p"] != 0.0,
         "ragged": asked["cu_seqlens"] is not None,
     }
     assert [name for name, is_given in given.items() if is_given] == [family]

@@ -25,9 +25,10 @@ def test_a_shape_is_one_that_kernels_take(name):
     assert heuristics.instantiated_head_dim(shape.d) == shape.d
     assert shape.seqlen_q == shape.seqlen_k
     assert not (shape.causal and shape.window != (-1, -1))
-    asked = (shape.window != (-1, -1), shape.sinks, shape.softcap, shape.alibi, shape.lengths)
+    asked = (shape.window != (-1, -1), shape.sinks, shape.softcap, shape.alibi, shape.dropout)
+    asked += (shape.lengths,)
     assert sum(map(bool, asked)) == 1
-    families = ("window", "sinks", "softcap", "alibi", "ragged")
+    families = ("window", "sinks", "softcap", "alibi", "dropout", "ragged")
     assert families[list(map(bool, asked)).index(True)] == name.partition("-")[0]
     if shape.lengths:
         assert (shape.b, shape.seqlen_q) == (len(shape.lengths), max(shape.lengths))
@@ -93,7 +94,7 @@ def test_packed_tensors_hold_every_token_once():
 def test_a_shape_made_small_keeps_its_kind(name, tokens):
     shape = OPTIONS[name]
     small = models.shrink(shape, tokens)
-    kind = ("h", "h_k", "d", "causal", "sinks", "softcap", "alibi")
+    kind = ("h", "h_k", "d", "causal", "sinks", "softcap", "alibi", "dropout")
     assert [getattr(small, x) for x in kind] == [getattr(shape, x) for x in kind]
     assert (sum(small.lengths) or small.b * small.seqlen_q) <= tokens
     for before, after in zip(shape.window, small.window, strict=True):

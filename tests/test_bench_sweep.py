@@ -114,7 +114,9 @@ def test_outputs_are_compared_with_the_trusted_peer_even_if_it_is_not_timed(monk
     assert set(row["us"]) == {"flashcute"}
 
 
-@pytest.mark.parametrize("name", ["window-1023-d64-8k", "ragged-8-of-4k-d64-full", "sinks-d64"])
+@pytest.mark.parametrize(
+    "name", ["window-1023-d64-8k", "ragged-8-of-4k-d64-full", "sinks-d64", "dropout-d64"]
+)
 @pytest.mark.parametrize("wrong", [0.0, 1.0, math.nan])
 def test_options_are_compared_with_their_trusted_peer(name, wrong, monkeypatch):
     right = option_peers._MAKERS["flashcute"]

@@ -122,8 +122,8 @@ PHASES = {
     # Some 45 shapes; 12 points of 13 distributions in two dtypes. Sustained needs a larger --limit.
     "models": Phase(150, _bench("fwd_models.json", "--shapes", "models"), 12000, default=False),
     "inputs": Phase(200, _bench("fwd_inputs.json", *_INPUTS), 12000, default=False),
-    # Windows, sinks, packed sequences, softcap, ALiBi: kernels for windows and FlexAttention's are
-    # compiled first.
+    # Windows, sinks, packed sequences, softcap, ALiBi, dropout: kernels that are not prebuilt, and
+    # FlexAttention's, are compiled first.
     "options": Phase(400, _bench("fwd_options.json", "--shapes", "options"), 14000, default=False),
     "backward": Phase(200, _bench("bwd.json", "--pass", "bwd"), 7000, default=False),
     # 33 points of five page sizes; kernels for pages are compiled first.

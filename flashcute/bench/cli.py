@@ -43,9 +43,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=["sweep"],
         metavar="sweep|models|options|NAME",
         help="the sweep, all shapes of public models, all options (windows, sinks, "
-        "packed sequences, softcap, ALiBi), or the models and options with NAME in theirs; of "
-        "--pass decode, append and integrations all points, or those with NAME in theirs, as "
-        "64x4096, h32/8, mixed, gpt",
+        "packed sequences, softcap, ALiBi, dropout), or the models and options with NAME in "
+        "theirs; of --pass decode, append and integrations all points, or those with NAME in "
+        "theirs, as 64x4096, h32/8, mixed, gpt",
     )
     parser.add_argument(
         "--pass",

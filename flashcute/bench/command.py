@@ -93,6 +93,7 @@ def _problem(variant: Variant) -> FwdProblem:
         window=None if option.window == (-1, -1) else option.window,
         softcap=option.softcap > 0,
         alibi=option.alibi,
+        dropout=option.dropout > 0,
         varlen=bool(option.lengths),
     )
     if not option.lengths:

@@ -2,6 +2,10 @@
 
 Besides the peers there is ``plain``: flashcute without the option, on the same tensors. cuDNN is
 missing: PyTorch's op for dense tensors takes no option. Gradients are those of q, k and v.
+
+Dropout draws its mask from PyTorch's random state in each call. From the same state flashcute and
+the trusted peer draw the same mask, so their results are compared; FlashAttention-2 draws another
+one, so only its time counts.
 """
 
 from __future__ import annotations
@@ -13,7 +17,9 @@ from typing import NamedTuple
 
 import torch
 
+from .. import benchmarking as bm
 from .. import flash_attn_func, flash_attn_varlen_func
+from ..dropout import draw_state, dropout_mask
 from ..support import supports
 from . import peers
 from .options import Option
@@ -22,6 +28,8 @@ TRUSTED = "torch"  # its outputs are the reference; on a GPU it is not timed
 # The reference of gradients on a GPU, where TRUSTED's would take memory for all scores.
 _TRUSTED_GRADIENTS = "fa2"
 PLAIN = "plain"
+# Contenders that drop the same weights from the same random state.
+_SAME_DROPOUT = ("flashcute", peers.REPEATABLE, TRUSTED)
 # For each kind of device: flashcute, its peers, and flashcute without the option.
 NAMES = {"cuda": ("flashcute", "fa2", "fa3", "flex", PLAIN), "cpu": ("flashcute", TRUSTED, PLAIN)}
 _CHUNK = 1 << 26  # scores that the trusted peer computes at a time
@@ -39,9 +47,19 @@ class _Problem(NamedTuple):
     cu_seqlens: torch.Tensor | None
 
 
-def trusted(what: str, device: str) -> str:
+def trusted(shape: Option, what: str, device: str) -> str:
     """Returns the name of the peer that results of a pass are compared with."""
-    return TRUSTED if what == "fwd" or device == "cpu" else _TRUSTED_GRADIENTS
+    usual = what == "fwd" or device == "cpu" or shape.dropout
+    return TRUSTED if usual else _TRUSTED_GRADIENTS
+
+
+def is_compared(name: str, shape: bm.Shape) -> bool:
+    """Returns whether a contender's results are the trusted peer's, but for rounding.
+
+    flashcute without the option has others, and so has a peer that drops other weights.
+    """
+    drops = isinstance(shape, Option) and shape.dropout > 0
+    return name in _SAME_DROPOUT if drops else name != PLAIN
 
 
 def _problem(q, k, v, shape: Option, what: str) -> _Problem:
@@ -72,6 +90,7 @@ def _flashcute(x: _Problem, **options):
         "softcap": shape.softcap or None,
         "alibi_slopes": x.slopes,
         "sinks": x.sinks,
+        "dropout_p": shape.dropout or None,
     }
     options = {name: value for name, value in options.items() if value is not None}
     call = partial(flash_attn_func, x.q, x.k, x.v, causal=shape.causal, **options)
@@ -115,7 +134,7 @@ def _fa2(x: _Problem):
     options |= {} if x.slopes is None else {"alibi_slopes": x.slopes}
     lengths = (x.cu_seqlens, x.cu_seqlens, shape.seqlen_q, shape.seqlen_k)
     op = torch.ops.aten._flash_attention_forward.default
-    forward = partial(op, x.q, x.k, x.v, *lengths, 0.0, shape.causal, False, **options)
+    forward = partial(op, x.q, x.k, x.v, *lengths, shape.dropout, shape.causal, False, **options)
     if x.sinks is None:
         return lambda: forward()[0]
     sinks = x.sinks[:, None]
@@ -129,8 +148,9 @@ def _fa2(x: _Problem):
 
 def _fa3(x: _Problem):
     shape = x.shape
-    for option, given in {"sinks": x.sinks, "ALiBi": x.slopes}.items():
-        if given is not None:
+    given = {"sinks": x.sinks, "ALiBi": x.slopes, "dropout": shape.dropout or None}
+    for option, value in given.items():
+        if value is not None:
             raise NotImplementedError(f"FlashAttention-3 has no {option}")
     options = {"causal": shape.causal, "window_size": shape.window, "softcap": shape.softcap}
     module = peers.fa3_module()
@@ -155,6 +175,8 @@ def _flex(x: _Problem):
     if x.sinks is not None or x.cu_seqlens is not None:
         what = "sinks" if x.cu_seqlens is None else "packed sequences"
         raise NotImplementedError(f"FlexAttention has no argument for {what}")
+    if shape.dropout:
+        raise NotImplementedError("FlexAttention has no dropout")
     left, right = shape.sides
     left = left if left >= 0 else shape.seqlen_k
     right = right if right >= 0 else shape.seqlen_q
@@ -187,15 +209,19 @@ def _torch(x: _Problem):
     lengths = list(x.shape.lengths)
 
     def call():
+        state = draw_state(x.q.device) if x.shape.dropout else None
         q, k, v = (y.split(lengths) if lengths else y.unbind() for y in x[:3])
-        outs = [_attend(x, *one) for one in zip(q, k, v, strict=True)]
+        outs = [_attend(x, i, *one, state) for i, one in enumerate(zip(q, k, v, strict=True))]
         return torch.cat(outs) if lengths else torch.stack(outs)
 
     return call
 
 
-def _attend(x: _Problem, q, k, v) -> torch.Tensor:
-    """Returns the output (s, h, d) of one sequence, from q (s, h, d), and k and v (s, h_k, d)."""
+def _attend(x: _Problem, i: int, q, k, v, state: torch.Tensor | None) -> torch.Tensor:
+    """Returns the output (s, h, d) of sequence i, from q (s, h, d), and k and v (s, h_k, d).
+
+    With dropout, its mask is that of the random state ``state``.
+    """
     shape, (s, h, d) = x.shape, q.shape
     k, v = (y.float().repeat_interleave(h // shape.h_k, dim=1) for y in (k, v))
     keys = torch.arange(s, device=q.device)
@@ -217,6 +243,10 @@ def _attend(x: _Problem, q, k, v) -> torch.Tensor:
             sinks = x.sinks[:, None, None].expand(-1, scores.shape[1], 1)
             scores = torch.cat([scores, sinks], dim=-1)
         weights = scores.softmax(-1)[..., :s]
+        if state is not None:
+            sizes, entry = (shape.b, h, s, s, shape.dropout), slice(i, i + 1)
+            (kept,) = dropout_mask(state, *sizes, batch=entry, rows=part)
+            weights = weights * kept / (1 - shape.dropout)
         outs.append(torch.einsum("hqk,khd->qhd", weights, v).to(q.dtype))
     return torch.cat(outs)
 
@@ -229,6 +259,7 @@ _MAKERS: dict[str, Callable[[_Problem], Callable[[], torch.Tensor]]] = {
 
 def _call(maker: Callable, x: _Problem, what: str) -> Callable[[], peers.Result]:
     """Makes the call of a contender's pass ``what``, one of ``peers.PASSES``."""
+    torch.manual_seed(0)  # the dropout of a backward is drawn here, by the forward before it
     return maker(x) if what == "fwd" else peers.gradients(lambda: maker(x), x[:3], what)
 
 
@@ -256,6 +287,7 @@ def make(
         window_size=shape.window,
         softcap=shape.softcap,
         alibi_slopes=problem.slopes,
+        dropout_p=shape.dropout,
         sinks=problem.sinks,
         cu_seqlens=problem.cu_seqlens,
     )

@@ -1,7 +1,7 @@
-"""Options of the forward as named shapes: windows, sinks, packed sequences, softcap, ALiBi.
+"""Options of the forward as named shapes, from windows to dropout.
 
-FLOPs are those of the query-key pairs that the masks leave, counted one by one. All shapes are
-self-attention: each sequence has as many queries as keys.
+FLOPs are those of the query-key pairs that the masks leave, counted one by one, whether dropout
+drops them or not. All shapes are self-attention: each sequence has as many queries as keys.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ class Option(Shape):
         sinks: Whether each head has a sink.
         softcap: 0.0 for none.
         alibi: Whether each head has an ALiBi slope.
+        dropout: Probability with which a weight is dropped, 0.0 for none.
         lengths: Tokens of each packed sequence of a varlen call; then ``b`` is their number,
             ``seqlen_q`` and ``seqlen_k`` are the longest. Empty for a dense call.
     """
@@ -33,6 +34,7 @@ class Option(Shape):
     sinks: bool = False
     softcap: float = 0.0
     alibi: bool = False
+    dropout: float = 0.0
     lengths: tuple[int, ...] = ()
 
     @property
@@ -116,6 +118,8 @@ OPTIONS: dict[str, Option] = {
     "softcap-d128": _dense(4, 4096, (16, 8), 128, softcap=50.0),
     "softcap-d256": _dense(4, 4096, (8, 4), 256, softcap=50.0),  # Gemma 2
     "alibi-d128": _dense(4, 4096, (16, 16), 128, alibi=True),
+    "dropout-d64": _dense(4, 4096, (32, 32), 64, dropout=0.1),
+    "dropout-d128": _dense(4, 4096, (16, 16), 128, dropout=0.1),
 }
 
 

@@ -240,17 +240,23 @@ def _difference(result: peers.Result, reference: peers.Result) -> float:
     return (found.max() / max(y.abs().max().item() for y in reference)).item()
 
 
-def _differences(calls: Mapping[str, Callable[[], peers.Result]], trusted: str) -> dict[str, float]:
+def _differences(
+    calls: Mapping[str, Callable[[], peers.Result]], trusted: str, shape: bm.Shape
+) -> dict[str, float]:
     """Returns the difference of each contender's result from the trusted peer's, if that runs.
 
-    flashcute without the option has another output and is left out.
+    Contenders that have other results by their nature are left out.
     """
     if trusted not in calls:
         return {}
-    reference = calls[trusted]()
-    return {
-        name: _difference(f(), reference) for name, f in calls.items() if name != option_peers.PLAIN
-    }
+
+    def result(name: str) -> peers.Result:
+        torch.manual_seed(0)  # dropout draws its mask from it
+        return calls[name]()
+
+    reference = result(trusted)
+    compared = (name for name in calls if option_peers.is_compared(name, shape))
+    return {name: _difference(result(name), reference) for name in compared}
 
 
 def _make(
@@ -262,7 +268,7 @@ def _make(
         trusted, sizes = option_peers.TRUSTED, shape.tensors
         make = functools.partial(serving_peers.make, shape=shape)
         if isinstance(shape, Option):
-            trusted = option_peers.trusted(options.what, device)
+            trusted = option_peers.trusted(shape, options.what, device)
             make = functools.partial(option_peers.make, shape=shape, what=options.what)
     else:
         trusted, sizes = peers.NAMES[device][1], shape
@@ -275,7 +281,7 @@ def _make(
     if trusted not in options.names:  # only compared with, not timed
         compared, why = make(q, k, v, names=(trusted,))
         known, missing = compared | calls, missing | why
-    return calls, missing, _differences(known, trusted)
+    return calls, missing, _differences(known, trusted, shape)
 
 
 def measure(
