@@ -169,6 +169,23 @@ def test_a_file_can_stand_in_for_a_contender(no_gpu, tmp_path, capsys):
     assert "fa3 differs from torch by 1.0" in capsys.readouterr().err
 
 
+def test_a_file_is_a_contender_with_windows_alone(no_gpu, tmp_path, capsys):
+    file, saved = tmp_path / "other.py", tmp_path / "made.json"
+    source = PEER.replace("forward(q, k, v, causal)", "forward_local(q, k, v, left, right)")
+    file.write_text(source.replace("causal=causal", "window_size=(left, right)"))
+    chosen = ("--shapes", "window-127", "alibi", "--tokens", 16, "--repeats", 1)
+    assert bench(*chosen, "--json", saved, "--peer-module", f"other={file}") == 0
+    rows = {row["model"]: row for row in json.loads(saved.read_text())["rows"]}
+    assert {"flashcute", "other"} <= set(rows["window-127-d64-8k"]["us"])
+    assert rows["window-127-d64-8k"]["difference"]["other"] <= sweep.AGREEMENT["bf16"]
+    assert "other" not in rows["alibi-d128"]["us"]
+    printed = capsys.readouterr().out
+    assert "other did not run everywhere: of the options, a file of --peer-module" in printed
+    file.write_text(source.replace("causal=causal)", "window_size=(left, right)) + 1"))
+    assert bench(*chosen, "--json", saved, "--peer-module", f"other={file}") == 1  # is compared
+    assert "other differs from torch by 1.0" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("value", ["x", "flashcute=x.py", "a-b=x.py", "fa3=/none/x.py", "=x.py"])
 def test_what_names_no_file_is_refused(value, capsys):
     with pytest.raises(SystemExit):

@@ -23,10 +23,10 @@ SMALL = {
 BY_FAMILY = {name.partition("-")[0]: shape for name, shape in SMALL.items()}
 
 
-def make(shape, *names, dtype=torch.float32, what="fwd"):
+def make(shape, *names, dtype=torch.float32, what="fwd", **modules):
     q, k, v = inputs.make("normal", shape.tensors, dtype, "cpu")
     # Scores beyond the softcap; sinks and slopes still count beside them.
-    return option_peers.make(q.mul_(10) if shape.softcap else q, k, v, shape, names, what)
+    return option_peers.make(q.mul_(10) if shape.softcap else q, k, v, shape, names, what, modules)
 
 
 def seeded(call):
@@ -197,6 +197,40 @@ def test_flex_attention_gets_the_options(name, monkeypatch):
     assert missing == {}
     assert compiled[0] == {"dynamic": False, "fullgraph": True}
     torch.testing.assert_close(calls["flex"](), calls["torch"](), rtol=1e-4, atol=1e-4)
+
+
+def forward_local(q, k, v, left, right):
+    return lambda: flashcute.flash_attn_func(q, k, v, window_size=(left, right))
+
+
+LOCAL = types.SimpleNamespace(forward_local=forward_local)
+
+
+@pytest.mark.parametrize("what", peers.PASSES)
+@pytest.mark.parametrize("name", ["window-1023-d64-8k", "window-512-512-d128-8k"])
+def test_a_file_is_a_contender_with_windows(name, what):
+    # Also in the place of a contender that is here.
+    calls, missing = make(SMALL[name], "fa3", "torch", what=what, fa3=LOCAL)
+    assert missing == {}
+    torch.testing.assert_close(calls["fa3"](), calls["torch"](), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", [*BY_FAMILY, "window with sinks"])
+def test_a_file_is_missing_on_what_it_has_no_function_for(family):
+    window = BY_FAMILY["window"]
+    shape = BY_FAMILY.get(family) or dataclasses.replace(window, sinks=True)
+    module = LOCAL if shape != window else types.SimpleNamespace(forward=None)
+    calls, missing = make(shape, "flashcute", "other", other=module)
+    windows_only = "of the options, a file of --peer-module has windows only"
+    no_function = "its file has no forward_local(q, k, v, left, right)"
+    assert set(calls) == {"flashcute"}
+    assert missing == {"other": windows_only if shape != window else no_function}
+
+
+def test_a_file_that_returns_something_else_is_missing():
+    module = types.SimpleNamespace(forward_local=lambda q, *_: lambda: (q, None))
+    calls, missing = make(BY_FAMILY["window"], "other", other=module)
+    assert calls == {} and "expected a tensor" in missing["other"]
 
 
 def test_a_peer_without_the_option_names_it():

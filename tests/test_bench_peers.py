@@ -180,6 +180,17 @@ def test_a_file_is_a_contender_in_the_passes_that_it_has(tmp_path, source, passe
             assert any(x.requires_grad for x in calls["other"]()) is False
 
 
+def test_a_file_for_windows_alone_is_missing_without_one(tmp_path):
+    path = tmp_path / "other.py"
+    path.write_text("def forward_local(q, k, v, left, right):\n    return lambda: q\n")
+    q, k, v = bm.make_qkv(SHAPE, torch.float32, "cpu")
+    modules = {"other": peers.load_module("other", path)}
+    for what in peers.PASSES:
+        calls, missing = peers.make(q, k, v, True, ("other",), what, modules)
+        reason = f"its file has no forward, which the pass {what} needs"
+        assert (calls, missing) == ({}, {"other": reason})
+
+
 def test_a_backward_in_a_file_is_timed_without_autograd(tmp_path):
     path = tmp_path / "other.py"
     path.write_text(MODULE + "def backward(q, k, v, *_):\n    return lambda: (q, k, v)\n")
@@ -193,7 +204,7 @@ def test_a_backward_in_a_file_is_timed_without_autograd(tmp_path):
     ("name", "source", "message"),
     [
         ("a.py", "1 / 0", "ZeroDivisionError"),
-        ("a.py", "x = 1", "got neither in"),
+        ("a.py", "x = 1", "got none of them in"),
         ("a.py", "import sys; sys.exit(0)", "SystemExit"),
         ("a.txt", MODULE, "does not end in .py"),
     ],

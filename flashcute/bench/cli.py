@@ -119,7 +119,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME=FILE",
         help="another contender, or another in the place of one here: a Python file with "
         "forward(q, k, v, causal), backward(q, k, v, out, dout, lse, causal) or both, which "
-        "return a call without arguments (flashcute/bench/peers.py); not on shapes with options",
+        "return a call without arguments (flashcute/bench/peers.py); on shapes with options only "
+        "windows, by forward_local(q, k, v, left, right)",
     )
     parser.add_argument("--repeats", type=positive, help="timed calls of each contender")
     parser.add_argument("--warmup", type=positive, help="calls before those")

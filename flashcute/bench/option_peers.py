@@ -11,8 +11,9 @@ one, so only its time counts.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
+from types import MappingProxyType, ModuleType
 from typing import NamedTuple
 
 import torch
@@ -251,6 +252,16 @@ def _attend(x: _Problem, i: int, q, k, v, state: torch.Tensor | None) -> torch.T
     return torch.cat(outs)
 
 
+def _of_module(module: ModuleType, x: _Problem):
+    """Makes the call of a contender from a file, which has windows without other options."""
+    others = (x.shape.softcap, x.shape.dropout, x.shape.lengths, x.shape.sinks, x.shape.alibi)
+    if any(others) or x.shape.window == (-1, -1):
+        raise NotImplementedError("of the options, a file of --peer-module has windows only")
+    if not hasattr(module, "forward_local"):
+        raise NotImplementedError("its file has no forward_local(q, k, v, left, right)")
+    return module.forward_local(x.q, x.k, x.v, *x.shape.window)
+
+
 _MAKERS: dict[str, Callable[[_Problem], Callable[[], torch.Tensor]]] = {
     **{"flashcute": _flashcute, PLAIN: _plain, "fa2": _fa2, "fa3": _fa3, "flex": _flex},
     **{"cudnn": _cudnn, "torch": _torch, peers.REPEATABLE: _repeatable},
@@ -270,11 +281,13 @@ def make(
     shape: Option,
     names: tuple[str, ...],
     what: str = "fwd",
+    modules: Mapping[str, ModuleType] = MappingProxyType({}),
 ) -> tuple[dict[str, Callable[[], peers.Result]], dict[str, str]]:
     """Makes the calls of :func:`flashcute.bench.peers.make` for a shape with options.
 
     Tensors have the sizes ``shape.tensors``. flashcute, too, is missing where
     :func:`flashcute.supports` says no, with its reasons. Packed outputs are ``(tokens, h, d)``.
+    ``modules``: contenders from files, by name, of which windows take ``forward_local``.
     """
     problem = _problem(q, k, v, shape, what)
     answer = supports(
@@ -292,7 +305,9 @@ def make(
         cu_seqlens=problem.cu_seqlens,
     )
     refused = {} if answer or "flashcute" not in names else {"flashcute": "; ".join(answer.reasons)}
-    makers = {name: partial(_call, maker, problem, what) for name, maker in _MAKERS.items()}
+    makers = _MAKERS | {name: partial(_of_module, module) for name, module in modules.items()}
+    makers = {name: partial(_call, maker, problem, what) for name, maker in makers.items()}
     wanted = tuple(name for name in names if name not in refused)
-    calls, missing = peers.attempt(makers, wanted, q.is_cuda)
+    shapes = [x.shape for x in (problem[:1] if what == "fwd" else problem[:3])]
+    calls, missing = peers.attempt(makers, wanted, q.is_cuda, shapes)
     return calls, refused | missing

@@ -145,17 +145,19 @@ def gradients(
 def load_module(name: str, path: Path) -> ModuleType:
     """Loads the contender ``name`` from a Python file.
 
-    The file has one of the functions below, or both. q, k, v, out and dout are ``(b, s, h, d)``,
-    where k and v have ``h_k`` heads; lse is the natural log-sum-exp, ``(b, h, s)`` in float32. Both
-    functions return a call without arguments, which enqueues on the current stream.
+    The file has one or more of the functions below. q, k, v, out and dout are ``(b, s, h, d)``,
+    where k and v have ``h_k`` heads; lse is the natural log-sum-exp, ``(b, h, s)`` in float32. Each
+    function returns a call without arguments, which enqueues on the current stream.
 
     - ``forward(q, k, v, causal)``: the call returns the output. Where it is differentiable it has
       every pass.
     - ``backward(q, k, v, out, dout, lse, causal)``: the call returns the gradients of q, k and v.
       It is then timed for ``bwd``, without autograd around it.
+    - ``forward_local(q, k, v, left, right)``: as ``forward``, for shapes with a window and no other
+      option; query i sees keys i - left to i + right, and -1 is no limit.
 
     Raises:
-        ValueError: if the file cannot be imported, or has neither function.
+        ValueError: if the file cannot be imported, or has none of these functions.
     """
     spec = importlib.util.spec_from_file_location(f"flashcute_peer_{name}", path)
     try:
@@ -168,10 +170,11 @@ def load_module(name: str, path: Path) -> ModuleType:
             f"flashcute bench: expected a Python file that can be imported for --peer-module "
             f"{name}=FILE, got {path}: {error!r}"
         ) from error
-    if not (hasattr(module, "forward") or hasattr(module, "backward")):
+    if not any(hasattr(module, x) for x in ("forward", "backward", "forward_local")):
         raise ValueError(
-            "flashcute bench: expected forward(q, k, v, causal) or backward(q, k, v, out, dout, "
-            f"lse, causal) in the file of --peer-module {name}=FILE, got neither in {path}"
+            "flashcute bench: expected forward(q, k, v, causal), backward(q, k, v, out, dout, lse, "
+            "causal) or forward_local(q, k, v, left, right) in the file of --peer-module "
+            f"{name}=FILE, got none of them in {path}; define one"
         )
     return module
 

@@ -264,17 +264,16 @@ def _make(
 ) -> tuple[dict[str, Callable[[], peers.Result]], dict[str, str], dict[str, float]]:
     """Returns the calls of a variant, why contenders are missing, differences of results."""
     shape, device = variant.shape, options.device
+    of_pass = {"what": options.what, "modules": options.modules}
     if isinstance(shape, Option | Serving):
         trusted, sizes = option_peers.TRUSTED, shape.tensors
         make = functools.partial(serving_peers.make, shape=shape)
         if isinstance(shape, Option):
             trusted = option_peers.trusted(shape, options.what, device)
-            make = functools.partial(option_peers.make, shape=shape, what=options.what)
+            make = functools.partial(option_peers.make, shape=shape, **of_pass)
     else:
         trusted, sizes = peers.NAMES[device][1], shape
-        make = functools.partial(
-            peers.make, causal=shape.causal, what=options.what, modules=options.modules
-        )
+        make = functools.partial(peers.make, causal=shape.causal, **of_pass)
     q, k, v = distributions.make(variant.inputs, sizes, DTYPES[variant.dtype], device)
     calls, missing = make(q, k, v, names=options.names)
     known = calls
