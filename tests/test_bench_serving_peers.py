@@ -178,7 +178,18 @@ def test_an_error_of_flashcute_is_raised(monkeypatch):
 
 
 def test_host_time_is_of_another_length_each_time(monkeypatch):
-    asked = []
+    asked, plans = [], []
+
+    class Plan:
+        def __init__(self, cache_seqlens, causal):
+            assert causal and cache_seqlens.shape == (8,) and 1 <= cache_seqlens.max() <= 4096
+            self.calls = 0
+            plans.append(self)
+
+        def __call__(self, q, k_cache, v_cache):
+            assert q.shape[1] == 1 and k_cache.shape == v_cache.shape
+            self.calls += 1
+            return q
 
     def attend(q, k_cache, v_cache, cache_seqlens, causal):
         assert causal and q.shape[1] == 1 and k_cache.shape[1] == 4096
@@ -189,18 +200,24 @@ def test_host_time_is_of_another_length_each_time(monkeypatch):
         asked.clear()
         for _ in range(bm.HOST_CALLS):
             call()
+        if plans:  # the last to be timed
+            assert not asked
+            return 7.04
         kinds = {type(x) for x in asked}
         lengths = {int(x[0]) if isinstance(x, torch.Tensor) else x for x in asked}
         assert len(lengths) == bm.HOST_CALLS and max(lengths) <= 4096
         return 11.26 if kinds == {int} else 12.34
 
     monkeypatch.setattr(serving_peers, "flash_attn_with_kvcache", attend)
+    monkeypatch.setattr(serving_peers, "KVCachePlan", Plan)
     monkeypatch.setattr(bm, "host_time", timed)
     found = serving_peers.measure_host(("flashcute", serving_peers.RAGGED), "cpu")
     assert found == {
         "host_us_decode": {"flashcute": 12.3},
         "host_us_decode_int": {"flashcute": 11.3},
+        "host_us_decode_plan": {"flashcute": 7.0},
     }
+    assert [plan.calls for plan in plans] == [1 + bm.HOST_CALLS]  # one plan, tried once
     views = []
 
     def fails_later(q, k, v, causal):
@@ -210,7 +227,7 @@ def test_host_time_is_of_another_length_each_time(monkeypatch):
 
     monkeypatch.setitem(serving_peers._SDPA, "cudnn", fails_later)
     monkeypatch.setattr(bm, "host_time", None)
-    none = {"host_us_decode": {}, "host_us_decode_int": {}}
+    none = {"host_us_decode": {}, "host_us_decode_int": {}, "host_us_decode_plan": {}}
     assert serving_peers.measure_host(("cudnn",), "cpu") == none
 
     def maker(q, k, v, causal):
@@ -227,4 +244,14 @@ def test_host_time_is_of_another_length_each_time(monkeypatch):
     monkeypatch.setitem(serving_peers._SDPA, "fa2", maker)
     monkeypatch.setattr(bm, "host_time", of_views)
     found = serving_peers.measure_host(("fa2",), "cpu")
-    assert found == {"host_us_decode": {"fa2": 20.0}, "host_us_decode_int": {"fa2": 20.0}}
+    of_lengths = {"host_us_decode": {"fa2": 20.0}, "host_us_decode_int": {"fa2": 20.0}}
+    assert found == none | of_lengths
+
+
+def test_host_time_is_of_calls_that_run(monkeypatch):
+    monkeypatch.setattr(serving_peers, "HOST_SHAPE", bm.Shape(2, 1, 64, 4, 2, 16, causal=True))
+    monkeypatch.setattr(serving_peers, "_HOST_LENGTHS", range(2, 64))
+    monkeypatch.setattr(bm, "host_time", lambda call: call().numel())
+    found = serving_peers.measure_host(("flashcute",), "cpu")
+    fields = ("host_us_decode", "host_us_decode_int", "host_us_decode_plan")
+    assert found == {field: {"flashcute": 2 * 1 * 4 * 16} for field in fields}

@@ -93,9 +93,10 @@ def test_what_stands_below_the_tables():
     text = serving_table.summary(serving_result(*rows, stopped_early=True))
     assert "read ceiling: 4.000 TB/s, the fastest of PyTorch's reductions of 4 GiB: " in text
     assert "sum_bf16 4.000, sum_float32 3.500" in text
-    host = "host time of a decode call, another length each time,"
-    assert f"{host} on the device: flashcute 14.0 us" in text
-    assert f"{host} an int: flashcute 18.5 us" in text
+    host = "host time of a decode call,"
+    assert f"{host} another length each time, on the device: flashcute 14.0 us" in text
+    assert f"{host} another length each time, an int: flashcute 18.5 us" in text
+    assert f"{host} the same lengths each time, through a KVCachePlan: flashcute 9.5 us" in text
     assert f"fa2 did not run everywhere: {reason}\n" in text  # without a list of all points
     assert f"cudnn did not run everywhere: aligned to the top-left corner ({MIXED})" in text
     assert "STOPPED EARLY" in text

@@ -54,9 +54,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="fwd",
         help="what is timed (fwd); a backward counts 2.5 times the FLOPs of a forward; ring: "
         "sequences split over several GPUs, forward alone and with the backward; decode: a few "
-        "queries over a cache, and chunks of prompts beside decodes; append: a token written to "
-        "the cache by the same call, with and without rotary embedding, beside none; integrations: "
-        "models that call PyTorch's SDPA or transformers, by whose kernels, and host time of SDPA",
+        "queries over a cache, chunks of prompts beside decodes, and host time of a call, also of "
+        "a KVCachePlan; append: a token written to the cache by the same call, with and without "
+        "rotary embedding, beside none, and the same host time; integrations: models that call "
+        "PyTorch's SDPA or transformers, by whose kernels, and host time of SDPA",
     )
     parser.add_argument(
         "--nproc", type=positive, help="--pass ring: processes (all GPUs; 2 without one)"

@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 import torch
 
+from .. import KVCachePlan, flash_attn_varlen_func, flash_attn_with_kvcache
 from .. import benchmarking as bm
-from .. import flash_attn_varlen_func, flash_attn_with_kvcache
 from ..rotary import apply_rotary_emb
 from . import peers
 from .option_peers import TRUSTED
@@ -248,7 +248,8 @@ def measure_host(names: tuple[str, ...], device: str) -> dict[str, dict[str, flo
     """Returns host microseconds of one call of each contender, with another length each time.
 
     Lengths are on the device, as serving engines keep them, or ints. Contenders without a cache get
-    a view of the keys in use.
+    a view of the keys in use. A plan of flashcute's, which is made beforehand, has the same lengths
+    each time, as those of a model's layers in a step are.
     """
     shape = HOST_SHAPE
     q, k, v = bm.make_qkv(shape, torch.bfloat16, device)
@@ -265,10 +266,16 @@ def measure_host(names: tuple[str, ...], device: str) -> dict[str, dict[str, flo
     def over_views(name: str) -> Callable[[], object]:
         return _in_turn([_SDPA[name](q, k[:, :x], v[:, :x], False) for x in _HOST_LENGTHS])
 
-    found: dict[str, dict[str, float]] = {}
+    def planned() -> Callable[[], object]:
+        return partial(KVCachePlan(cache_seqlens=lengths[-1], causal=True), q, k, v)
+
+    fields: dict[str, dict[str, Callable[[], Callable[[], object]]]] = {}
     for field, values in {"host_us_decode": lengths, "host_us_decode_int": _HOST_LENGTHS}.items():
-        makers = {name: partial(over_cache, name, values) for name in with_cache}
-        makers |= {name: partial(over_views, name) for name in _SDPA}
+        fields[field] = {name: partial(over_cache, name, values) for name in with_cache}
+        fields[field] |= {name: partial(over_views, name) for name in _SDPA}
+    fields["host_us_decode_plan"] = {"flashcute": planned}
+    found: dict[str, dict[str, float]] = {}
+    for field, makers in fields.items():
         calls, _ = peers.attempt(makers, tuple(x for x in names if x in makers), q.is_cuda)
         found[field] = {name: round(bm.host_time(call), 1) for name, call in calls.items()}
     return found

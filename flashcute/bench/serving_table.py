@@ -159,11 +159,15 @@ def _ceiling(result: Mapping) -> str:
 
 
 def _host_times(result: Mapping) -> Iterator[str]:
-    fields = {"host_us_decode": "on the device", "host_us_decode_int": "an int"}
-    for field, where in fields.items():
+    fields = {
+        "host_us_decode": "another length each time, on the device",
+        "host_us_decode_int": "another length each time, an int",
+        "host_us_decode_plan": "the same lengths each time, through a KVCachePlan",
+    }
+    for field, how in fields.items():
         if result.get(field):
             times = ", ".join(f"{name} {us:.1f} us" for name, us in result[field].items())
-            yield f"host time of a decode call, another length each time, {where}: {times}"
+            yield f"host time of a decode call, {how}: {times}"
 
 
 def summary(result: Mapping) -> str:
