@@ -1,7 +1,8 @@
-"""Which problem the binding asks a kernel for: of a call, by its numbers alone, without a GPU.
+"""Finds the problem for which the binding asks for a kernel, from a call's sizes and options alone,
+without a GPU, so that the kernels of seeded cases can be built before the cases run.
 
-As ``csrc/flash_attn/flash_api_varlen.h`` and ``flash_api_tensors.h`` find it, which
-``tests/host_fuzz.py`` compares with. So the kernels of seeded cases can be built before they run.
+It does what ``csrc/flash_attn/flash_api_varlen.h`` and ``flash_api_tensors.h`` do, and
+``tests/host_fuzz.py`` compares the two.
 """
 
 from __future__ import annotations
@@ -28,13 +29,14 @@ class Gpu:
 
 @dataclasses.dataclass(frozen=True)
 class Asked:
-    """A call as far as kernels depend on it.
+    """The part of a call on which the choice of its kernels depends.
 
     Attributes:
-        b: Entries, or sequences of a ragged batch.
-        seqlen_q: Of a ragged batch the tokens of all sequences; likewise seqlen_k.
-        bounds: ``max_seqlen_q`` and ``max_seqlen_k`` of a ragged batch; None of others.
-        cache: Whether keys are a cache, of which seqlen_k is the room of a sequence.
+        b: Batch entries, or sequences of a ragged batch.
+        seqlen_q: Queries of an entry, or of all sequences of a ragged batch together.
+        seqlen_k: Keys of an entry, or of all sequences of a ragged batch together.
+        bounds: ``max_seqlen_q`` and ``max_seqlen_k`` of a ragged batch; None for other calls.
+        cache: Whether keys are in a KV cache; seqlen_k is then the room for each sequence.
         num_splits: As in :class:`flashcute.heuristics.FwdProblem`.
     """
 
@@ -56,14 +58,14 @@ class Asked:
     num_splits: int = -1
 
     def forward(self, gpu: Gpu) -> set[FwdConfig]:
-        """The kernel of the forward, if there is anything to compute."""
-        # Rows of no sequence are written, too.
+        """Returns the kernel of the forward; an empty set if there is nothing to compute."""
+        # A ragged batch without sequences (b == 0) is launched, as it writes rows of no sequence.
         if self.seqlen_q == 0 or (self.b == 0 and self.bounds is None):
             return set()
         return {heuristics.choose_fwd(self._problem(backward=False), gpu.capability, gpu.sms)}
 
     def backward(self, gpu: Gpu) -> set[BwdConfig]:
-        """The kernels of the gradients, likewise."""
+        """Returns the kernels of the gradients; an empty set if there is nothing to compute."""
         if self.b == 0 or self.seqlen_q == 0:
             return set()
         return {heuristics.choose_bwd(self._problem(backward=True), gpu.capability, gpu.sms)}
@@ -72,7 +74,7 @@ class Asked:
         b, seqlen_q, seqlen_k = self.b, self.seqlen_q, self.seqlen_k
         longest_q = seqlen_q if self.bounds is None else min(self.bounds[0], seqlen_q)
         left, right = self.window_size[0], 0 if self.causal else self.window_size[1]
-        fixed = self.num_splits > 0  # the lengths do not choose the kernel
+        fixed = self.num_splits > 0  # then the choice of the kernel ignores the lengths
         all_left = left < 0 or (not fixed and left >= seqlen_k - 1)
         all_right = right < 0 or (not fixed and right >= longest_q - 1)
         local = not (all_left and (all_right or right == 0))

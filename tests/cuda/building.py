@@ -1,4 +1,4 @@
-"""Kernels that tests ask for: built in parallel before they run, not where each is first needed."""
+"""Builds the kernels of tests in parallel before the tests run, not each at its first use."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from flashcute.jit import kernels
 
 
 def build(configs: Iterable[FwdConfig | BwdConfig]) -> None:
-    """Builds those that are missing for this GPU. Of the backwards none spills."""
+    """Builds those of ``configs`` that are missing for this GPU, and asserts that no backward
+    spills registers."""
     target = "".join(map(str, torch.cuda.get_device_capability()))
     specs = [(config, target) for config in dict.fromkeys(configs)]
     missing = [spec for spec in specs if kernels.find_built(*spec)[1] is None]
@@ -27,7 +28,8 @@ def build(configs: Iterable[FwdConfig | BwdConfig]) -> None:
 
 
 def of_both_classes(kernels_of: Callable, cases: Iterable) -> set[FwdConfig | BwdConfig]:
-    """What ``kernels_of(case, gpu)`` names for the cases with kernels of each class."""
+    """Returns what ``kernels_of(case, gpu)`` returns for all cases, under each kernel class that
+    this GPU runs."""
     gpu, cases, found = Gpu(torch.cuda.get_device_capability()), list(cases), set()
     for name in ("80", "90") if gpu.capability == (9, 0) else ("80",):
         with choosing(name):

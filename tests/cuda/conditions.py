@@ -1,4 +1,5 @@
-"""What seeded cases run under on a GPU: one kernel class, and outputs that hold NaN."""
+"""Contexts in which seeded cases run on a GPU: one kernel class, and outputs that hold NaN before
+the call."""
 
 from __future__ import annotations
 
@@ -15,8 +16,8 @@ from flashcute.config import BwdConfig
 
 
 def sm80_backwards(dtype: str, head_dim: int, mask: str) -> list[BwdConfig]:
-    """The sm80 class's backwards on this GPU: that of several kernels, and that of one where it
-    fits."""
+    """Returns the sm80 class's backwards on this GPU: the one of several kernels, and the fused one
+    where it fits."""
     capability = torch.cuda.get_device_capability()
     fused = heuristics.fused_bwd_config(dtype, head_dim, mask, capability)
     several = heuristics.bwd_config(dtype, head_dim, mask)
@@ -24,13 +25,14 @@ def sm80_backwards(dtype: str, head_dim: int, mask: str) -> list[BwdConfig]:
 
 
 def choosing(name: str) -> contextlib.AbstractContextManager:
-    """Kernels of this class, ``"80"`` or ``"90"``, are chosen."""
+    """Makes the heuristics choose kernels of class ``"80"`` or ``"90"`` inside the context."""
     return mock.patch.dict(os.environ, FLASHCUTE_ARCH=name)
 
 
 @contextlib.contextmanager
 def class_of_kernels(name: str) -> Iterator[None]:
-    """Calls take kernels of this class; the binding forgets what it chose for the other."""
+    """Makes calls take kernels of this class; the binding forgets its earlier choices on the way in
+    and out."""
     ops.load()
     set_resolver = ops._keep_alive[0].flashcute_set_resolver
     with choosing(name):
@@ -43,9 +45,9 @@ def class_of_kernels(name: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def outputs_of_nan() -> Iterator[None]:
-    """Fresh tensors hold NaN instead of leftovers, so that an element never written shows. torch
-    fills them where it is asked to be deterministic; gradients are as if it were not, as
-    those of most users are."""
+    """Fills new tensors with NaN instead of leftovers, so that an element never written shows.
+    torch fills them only while deterministic algorithms are on; the patch hides that setting from
+    the gradients, which most users compute without it."""
     before = torch.utils.deterministic.fill_uninitialized_memory
     with (
         mock.patch.object(torch, "are_deterministic_algorithms_enabled", lambda: False),

@@ -1,4 +1,5 @@
-"""GPU tests: deselected, and said so, where there is no GPU; kernels built once; cases counted."""
+"""Deselects the GPU tests where there is no GPU, and reports that; builds kernels once; counts
+cases."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(scope="module", autouse=True)
 def _give_memory_back():
-    """To other workers."""
+    """Gives a file's cached GPU memory back at its end, for other workers."""
     yield
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -39,7 +40,7 @@ def _give_memory_back():
 
 @pytest.fixture
 def count_cases(request: pytest.FixtureRequest):
-    """``count_cases(name, n)``: adds to what the last line of the run reports."""
+    """Returns ``count_cases(name, n)``, which adds to the counts in the last line of the run."""
     cases = request.config.stash.setdefault(CASES, {})
 
     def count(name: str, n: int) -> None:
@@ -49,7 +50,8 @@ def count_cases(request: pytest.FixtureRequest):
 
 
 def _configs_in_use() -> list[FwdConfig]:
-    """Of this GPU; where there is none that runs them, of Hopper, so that tests are collected."""
+    """Returns the forwards in use on this GPU, or on Hopper where no GPU runs them, so that tests
+    are collected anyway."""
     capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
     capability = capability if capability in support.CAPABILITIES else (9, 0)
     return [
@@ -68,14 +70,14 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _built_kernels() -> None:
-    """Builds every kernel that the tests use and that is missing, in parallel."""
+    """Builds in parallel every forward in use that is missing."""
     build(_configs_in_use())
 
 
 @pytest.fixture(scope="session")
 def backward_kernels() -> None:
-    """Builds every backward that may be asked for here, in parallel, and the forwards of both
-    classes and all masks that come before it."""
+    """Builds in parallel every backward that tests may ask for on this GPU, and the forwards of
+    both classes and all masks that run before them."""
     capability = torch.cuda.get_device_capability()
     configs = []
     for head_dim in HEAD_DIMS:
@@ -94,7 +96,7 @@ def backward_kernels() -> None:
 
 @pytest.fixture(params=["80", "90"])
 def kernel_class(request: pytest.FixtureRequest):
-    """Runs a test on each class."""
+    """Runs a test once with each kernel class."""
     if request.param == "90" and torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("no GPU of compute capability 9.0")
     with conditions.class_of_kernels(request.param):
@@ -109,9 +111,10 @@ def poisoned_outputs():
 
 @pytest.fixture
 def busy_memory():
-    """``busy_memory()`` has a few SMs read and write 100 MB on a stream beside.
+    """Returns ``busy_memory()``, which has a few SMs read and write 100 MB on a side stream.
 
-    One row is one CTA's: kernels that fill every SM would run before or after ours, not beside.
+    One CTA computes one row, so that few SMs are taken: a kernel that fills every SM would run
+    before or after ours, not at the same time.
     """
     rows = torch.rand(24, 2**19, device="cuda")
     results = torch.empty_like(rows)

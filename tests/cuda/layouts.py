@@ -18,13 +18,13 @@ STYLES = {
     "heads_outermost": ((3, 1, 0, 2), (0, 0, 0, 0)),
     "gaps": (_DENSE, (1, 3, 2, 8)),
     "gaps_permuted": ((3, 1, 0, 2), (2, 5, 1, 24)),
-    # one of three tensors of h heads each in a row
+    # a row holds three tensors of h heads each, and this is one of them
     "packed": (_DENSE, (0, 0, "2h", 0)),
-    # not a multiple of 8 elements: the interface copies
+    # strides are no multiples of 8 elements, so the interface copies the tensor
     "off_grid": (_DENSE, (0, 0, 0, 4)),
-    # strides of dimensions of size 1 mean nothing
+    # dimensions of size 1 get absurd strides, which must not matter
     "absurd_size_1": (_DENSE, (0, 0, 0, 0)),
-    # stride 0
+    # one dimension has stride 0
     "expanded_batch": (_DENSE, (0, 0, 0, 0)),
     "expanded_rows": (_DENSE, (0, 0, 0, 0)),
     "expanded_heads": (_DENSE, (0, 0, 0, 0)),
@@ -40,7 +40,7 @@ def nan_surrounded(
     generator: torch.Generator,
     rng: random.Random,
 ) -> torch.Tensor:
-    """Normal random numbers in a layout of :data:`STYLES`; margins and gaps are NaN."""
+    """Returns normal random numbers in a layout of :data:`STYLES`; margins and gaps are NaN."""
     order, gaps = STYLES[style]
     sizes = list(shape)
     if style in _EXPANDED:

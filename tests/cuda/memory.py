@@ -1,4 +1,4 @@
-"""Memory of a GPU that several workers share."""
+"""Waits for free memory on a GPU that several test workers share."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch
 
 
 def needs_memory(gib: int, seconds: float = 600.0) -> None:
-    """Skips the test unless the GPU has so much free. Waits for other workers, which give back what
-    they keep when a file ends."""
+    """Skips the test unless ``gib`` GiB of GPU memory become free within ``seconds``. Other workers
+    give back the memory they cache when they end a file."""
     deadline = time.monotonic() + seconds
     torch.cuda.empty_cache()
     while True:

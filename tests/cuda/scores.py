@@ -1,4 +1,5 @@
-"""Softcap, ALiBi and dropout of the seeded cases: drawn, made, and the kernels they need."""
+"""Draws softcap, ALiBi and dropout for the seeded cases, makes their arguments, and lists the
+kernels they need."""
 
 from __future__ import annotations
 
@@ -11,17 +12,17 @@ from flashcute import heuristics
 from flashcute.config import MAX_HEAD_DIM, FwdConfig
 from flashcute.dropout import draw_state, dropout_mask
 
-# What cases of a dtype ask for: softcap, alibi, dropout. Every choice is a set of kernels, compiled
-# for the tests alone, so bf16 has one option at a time and fp16 several.
+# (softcap, alibi, dropout) that cases of a dtype may ask for. Every choice needs a set of kernels
+# that is compiled for the tests alone, so bf16 has one option at a time and fp16 several.
 _NONE = (False, False, False)
 ASKED = {
     torch.float16: (_NONE, (True, True, False), (True, True, True)),
     torch.bfloat16: (_NONE, (True, False, False), (False, True, False), (False, False, True)),
 }
-HEAD_DIMS = {torch.float16: (64, 128, 256), torch.bfloat16: (64, 128)}  # of their kernels
-FUZZED = 100_000  # from this seed on, those of tools/fuzz_gpu.py, which builds what it draws
+HEAD_DIMS = {torch.float16: (64, 128, 256), torch.bfloat16: (64, 128)}  # of the kernels above
+FUZZED = 100_000  # seeds from here on are of tools/fuzz_gpu.py, which builds the kernels it draws
 _SOFTCAPS = (0.01, 2.0, 50.0, 50.0, 1e6)
-_SIZES = (0.1, 0.5, 30.0)  # of slopes
+_SIZES = (0.1, 0.5, 30.0)  # of the ALiBi slopes
 _PROBABILITIES = (2.0**-16, 0.1, 0.3, 0.5, 0.9)
 
 
@@ -30,11 +31,11 @@ class Scores:
     """What a case asks for.
 
     Attributes:
-        softcap: 0.0: none.
-        slopes: Their size; 0.0: none.
-        of_each: Slopes (b, h), of each entry; else (h,).
-        factor: On the softmax_scale.
-        dropout_p: 0.0: none.
+        softcap: The cap; 0.0 for none.
+        slopes: Size of the ALiBi slopes; 0.0 for none.
+        of_each: Whether each batch entry has its own slopes, (b, h); else all share them, (h,).
+        factor: Factor on the default softmax_scale.
+        dropout_p: Dropout probability; 0.0 for none.
     """
 
     softcap: float = 0.0
@@ -53,14 +54,16 @@ class Scores:
 
     @property
     def alike(self) -> bool:
-        """Whether the cap is so small that scores are +-softcap, and weights have two values: their
-        rounding does not average out. FlashAttention's formula in float64, with P in bf16 beside a
-        maximum 0.7 off, then breaks the rule of drift in 33 of 60 draws, with a cap of 1.5 in none.
+        """Whether the cap is so small that all scores are about +softcap or -softcap: weights then
+        have only two values, whose roundings do not average out. FlashAttention's formula in
+        float64, with P in bf16 relative to a maximum that is 0.7 off, breaks the rule of drift in
+        33 of 60 draws with such a cap, and in none with a cap of 1.5.
         """
         return 0 < self.softcap < 0.1
 
     def options(self, b: int, h: int, d: int, generator: torch.Generator) -> dict[str, object]:
-        """softmax_scale, softcap and alibi_slopes of a call. Slopes have both signs; some are 0."""
+        """Returns softmax_scale, softcap and alibi_slopes of a call. Slopes have both signs; some
+        are 0."""
         slopes = None
         if self.slopes > 0:
             shape = (b, h) if self.of_each else (h,)
@@ -72,7 +75,8 @@ class Scores:
         return {"softmax_scale": scale, "softcap": self.softcap, "alibi_slopes": slopes}
 
     def dropout(self, seed: int, b: int, h: int, seqlen_q: int, seqlen_k: int) -> dict[str, object]:
-        """dropout_p and dropout_mask, for the reference, of a call after ``manual_seed(seed)``."""
+        """Returns the reference's dropout_p and dropout_mask for a call that comes directly after
+        ``manual_seed(seed)``."""
         if self.dropout_p == 0.0:
             return {}
         torch.manual_seed(seed)
@@ -82,7 +86,7 @@ class Scores:
 
 
 def head_dims(seed: int, dtype: torch.dtype) -> tuple[int, ...]:
-    """What a case that asks for anything draws from."""
+    """Returns the head dimensions from which a case with softcap, ALiBi or dropout draws."""
     return tuple(range(8, MAX_HEAD_DIM + 1, 8)) if seed >= FUZZED else (40, *HEAD_DIMS[dtype])
 
 
@@ -98,7 +102,8 @@ def draw(rng: random.Random, dtype: torch.dtype) -> Scores:
 
 
 def kernels(capability: tuple[int, int]) -> list[FwdConfig]:
-    """Those of all cases that ask for anything, of both classes and all masks."""
+    """Returns the forwards of all cases with softcap, ALiBi or dropout, of both classes and all
+    masks."""
     found = []
     for dtype, asked in ASKED.items():
         name = {torch.float16: "fp16", torch.bfloat16: "bf16"}[dtype]

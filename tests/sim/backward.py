@@ -22,23 +22,25 @@ from flashcute.testing import (
     expect_gradients,
 )
 
-# Small tiles compile and run fast. The two take different paths: two stages for dQ and one for dK
-# and dV, which are one kernel; or the other way round, 32 rows a warp for dQ, dK and dV apart.
+# Small tiles compile and run fast. The two take different paths: TOGETHER has two stages for dQ,
+# one for dK and dV, and one kernel for both of these; SPLIT has one stage and 32 rows a warp for
+# dQ, and a kernel of two stages each for dK and dV.
 TOGETHER = BwdConfig(80, "fp16", 32, "causal", BwdTile(64, 32, 4, 2, 1), BwdTile(64, 32, 4, 1, 1))
 SPLIT = BwdConfig(
     80, "bf16", 64, "causal", BwdTile(128, 32, 4, 1, 1), BwdTile(64, 16, 4, 2, 1), split_dkv=True
 )
 # (left, right) of the mask "local".
 WINDOW = (40, 10)
-# (b, seqlen_q, seqlen_k, h, h_k): whole tiles; more keys than queries in groups of two heads; one
-# past the tiles' edges, one key head; queries that see no key; keys that no query of a window sees;
-# a single query; no keys at all.
+# (b, seqlen_q, seqlen_k, h, h_k): whole tiles; more keys than queries and groups of two heads; one
+# row past the tiles' edges and one key head; queries that see no key; keys outside every query's
+# window; a single query; no keys at all.
 SHAPES = (
     *((1, 128, 128, 1, 1), (2, 100, 150, 4, 2), (1, 129, 129, 3, 1), (1, 150, 70, 2, 2)),
     *((1, 20, 200, 1, 1), (1, 1, 65, 2, 1), (1, 5, 0, 2, 1)),
 )
 GRADIENTS = ("dq", "dk", "dv")
-# SECURITY.md: for each unit of the scores' magnitude, in the forward and in the backward.
+# Relative error of the weights for each unit of the scores' magnitude, in the forward and in the
+# backward: SECURITY.md.
 WEIGHTS_OFF = 1.2e-7, 4e-7
 
 
@@ -48,14 +50,14 @@ def with_mask(config: BwdConfig, mask: str) -> BwdConfig:
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """What a backward is given.
+    """The inputs and options of a backward.
 
     Attributes:
         q, k, v: The inputs of the forward, in the dtype of the configuration.
         dout: (b, seqlen_q, h, d).
         dlse: (b, h, seqlen_q), float32, or None.
-        options: Of the reference: causal, window_size, sinks.
-        launch: Of :func:`flashcute.sim.run_bwd`, where a call gives none.
+        options: Options of the reference: causal, window_size, sinks.
+        launch: Default arguments of :func:`flashcute.sim.run_bwd`.
     """
 
     q: Tensor
@@ -72,12 +74,12 @@ class Problem:
 
     @functools.cached_property
     def forward(self) -> tuple[Tensor, Tensor]:
-        """out, in q's dtype, and lse in float32, both from float64."""
+        """The output, in q's dtype, and the LSE in float32, both computed in float64."""
         out, lse, _ = attention_ref(self.q, self.k, self.v, upcast=torch.float64, **self.options)
         return out.to(self.q.dtype), lse.float()
 
     def run(self, config: BwdConfig, **options: Any) -> sim.SimResult:
-        """The kernels' result; the options are those of :func:`flashcute.sim.run_bwd`."""
+        """Returns the kernels' result; the options are those of :func:`flashcute.sim.run_bwd`."""
         window = {"window_size": self.options["window_size"]} if config.mask == "local" else {}
         given = {"dlse": self.dlse, "sinks": self.options["sinks"], **window}
         given |= {**self.launch, **options}
@@ -92,9 +94,9 @@ def make_problem(
     extras: bool = False,
     seed: int = 0,
 ) -> Problem:
-    """Standard normal tensors of (b, seqlen_q, seqlen_k, h, h_k), head dimension 8 below the
-    configuration's, so that columns have to be predicated. extras: sinks and a gradient of the
-    log-sum-exp."""
+    """Returns a problem with standard normal tensors of shape (b, seqlen_q, seqlen_k, h, h_k) and a
+    head dimension 8 below the configuration's, so that columns have to be predicated. extras: with
+    sinks and a gradient of the log-sum-exp."""
     b, seqlen_q, seqlen_k, h, h_k = shape
     generator = torch.Generator().manual_seed(seed)
     d = config.head_dim - 8
@@ -116,8 +118,9 @@ def make_problem(
 
 
 def large_scores(config: BwdConfig, level: int) -> Problem:
-    """Scores, at a scale of 1, that differ by few nats around ``level``, a power of two or minus
-    that. All are exact in float32, so what is off is what follows them."""
+    """Returns a problem whose scores, at a scale of 1, differ by a few nats around ``level``, a
+    power of two or its negative. All scores are exact in float32, so that errors can only come from
+    what is computed with them."""
     problem = make_problem(config, (1, 70, 100, 2, 1))
     generator = torch.Generator().manual_seed(1)
     for x in (problem.q, problem.k):
@@ -126,12 +129,13 @@ def large_scores(config: BwdConfig, level: int) -> Problem:
     bits = abs(level).bit_length() - 1
     problem.q[..., 0] = math.copysign(2 ** (bits // 2), level)
     problem.k[..., 0] = 2 ** (bits - bits // 2)
-    problem.dout.div_(4)  # dK has q as a factor, and is to fit fp16
+    problem.dout.div_(4)  # dK has the large q as a factor and must not overflow fp16
     return dataclasses.replace(problem, options={**problem.options, "softmax_scale": 1.0})
 
 
 def one_large_score(config: BwdConfig) -> Problem:
-    """A single weight, 1, whose score in powers of two is rounded by half of one."""
+    """Returns a problem with a single weight, 1, whose score in powers of two, that is times
+    log2(e) in float32, has a rounding error of 0.5."""
     problem = make_problem(config, (1, 1, 1, 1, 1))
     for x, first in ((problem.q, 4096), (problem.k, 3072)):
         x[:] = 0
@@ -140,15 +144,16 @@ def one_large_score(config: BwdConfig) -> Problem:
 
 
 def infinite_behind_the_keys(config: BwdConfig) -> Problem:
-    """All scores far below 0, so that exp(0 - LSE), of a row of zeros, is infinite. Under a causal
-    mask the last query is alone in its block, and sees all keys."""
+    """Returns a problem with all scores far below 0, so that exp(0 - LSE) is infinite for the rows
+    of zeros that fill a tile behind the last key. Under a causal mask the last query is alone in
+    its block, and sees all keys."""
     problem = make_problem(config, (1, 129, 150, 2, 1))
     return dataclasses.replace(problem, q=problem.q / 8 + 5, k=problem.k / 8 - 5)
 
 
 def check_large_scores(problem: Problem, config: BwdConfig, forward: FwdConfig | None) -> None:
-    """Runs ``forward``, or without one the reference, then the backward, and compares each result
-    with a bound on its own error: what the weights are off by, and the rounding of P, dS and the
+    """Runs ``forward``, or the reference if it is None, then the backward, and compares each result
+    with a bound on its own error: the error of the weights, and the rounding of P, dS and the
     result to 16 bits."""
     qkv = problem.q, problem.k, problem.v
     given, lse = problem.forward
@@ -164,7 +169,8 @@ def check_large_scores(problem: Problem, config: BwdConfig, forward: FwdConfig |
     ds = p * (dout @ v.mT - (dout * out).sum(-1, keepdim=True))
     info = torch.finfo(problem.q.dtype)
     least = info.tiny * info.eps
-    # Of P in the forward and in the backward, rounded, (b, h, seqlen_q, 1).
+    # Relative errors of P in the forward and in the backward, its rounding included: (b, h,
+    # seqlen_q, 1).
     first_off, off = (
         x + (1 + x) * info.eps
         for x in (torch.expm1(per_unit * lse.abs())[..., None] for per_unit in WEIGHTS_OFF)

@@ -1,4 +1,5 @@
-"""Backward problems with softcap, ALiBi and dropout, dense and ragged, and their kernels."""
+"""Ragged backward problems, options of the reference for softcap, ALiBi and dropout, and the
+configurations of kernels with these options, dense and ragged."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ from flashcute.reference_varlen import attention_varlen_ref
 from flashcute.testing_varlen import check_backward_varlen
 
 # Lengths of queries and keys: sequences without queries, without keys, without both, of length 1,
-# not multiples of a tile; one; a tile's edges; many short ones; nothing at all.
+# of no multiple of a tile; a single sequence; lengths at a tile's edges; many short sequences; only
+# empty sequences, and none at all.
 SOME = ((130, 1, 0, 64, 150, 0), (130, 77, 50, 0, 33, 0))
 BATCHES = (
     SOME,
@@ -32,9 +34,9 @@ BATCHES = (
     ((0, 0), (0, 0)),
     ((), ()),
 )
-ORDER = (3, 0, 4, 1, 5, 2)  # another one of SOME
+ORDER = (3, 0, 4, 1, 5, 2)  # a permutation of SOME's sequences
 LARGE, SMALL = 2**31 - 1, -(2**31)
-# Values that are no lengths: of cu_seqlens_q and cu_seqlens_k, seqused_q and seqused_k.
+# Invalid values of cu_seqlens_q and cu_seqlens_k, and of seqused_q and seqused_k.
 HOSTILE = {
     "decreasing": ((0, 150, 30, 90), (200, 100, 0, 50)),
     "overlapping": ((0, 200, 0, 200, 0, 200, 0, 200), (0, 200) * 4),
@@ -44,7 +46,7 @@ HOSTILE = {
 }
 STATE = torch.tensor([2**62 + 12345, -77])
 DROPOUT_P = 0.25
-SOFTCAP = 1.5  # which scores reach beyond
+SOFTCAP = 1.5  # so low that many scores exceed it
 
 
 def asking(config: BwdConfig, mask: str, *options: str) -> BwdConfig:
@@ -68,7 +70,7 @@ RAGGED = (
     asking(FUSED, "causal", "varlen"),
     asking(DIVIDED, "local", *EVERYTHING),
 )
-# What the others are compared with.
+# Kernels with fewer options, with which those above are compared.
 OTHERS = (
     *(asking(TOGETHER, "causal"), asking(SPLIT, "causal"), asking(FUSED, "causal"), SLOPED),
     *(asking(TOGETHER, "causal", *SCORES), asking(TOGETHER, "causal", *SCORES, "varlen")),
@@ -78,13 +80,13 @@ COMPILED = [(config, "none") for config in (*DENSE, *RAGGED, *OTHERS)]
 
 @dataclasses.dataclass(frozen=True)
 class Ragged:
-    """What the backward of a ragged batch is given.
+    """The inputs and options of the backward of a ragged batch.
 
     Attributes:
-        q, dout: (total_q, h, d); k, v: (total_k, h_k, d). What is of no sequence is NaN.
-        dlse: (h, total_q), likewise, or None.
-        lengths: cu_seqlens_q and cu_seqlens_k, seqused_q and seqused_k or None.
-        options: Of the reference, but for dropout_mask, which is (b, h, rows, keys).
+        q, dout: (total_q, h, d); k, v: (total_k, h_k, d). Rows of no sequence are NaN.
+        dlse: (h, total_q), or None. Rows of no sequence are NaN.
+        lengths: cu_seqlens_q, cu_seqlens_k, seqused_q and seqused_k; the last two may be None.
+        options: Options of the reference, but dropout_mask is one tensor, (b, h, rows, keys).
     """
 
     q: Tensor
@@ -97,7 +99,7 @@ class Ragged:
 
     @functools.cached_property
     def forward(self) -> tuple[Tensor, Tensor]:
-        """out, in q's dtype, and lse in float32, both from float64."""
+        """The output, in q's dtype, and the LSE in float32, both computed in float64."""
         cu_q, cu_k, used_q, used_k = self.lengths
         options = dict(self.options)
         if "dropout_mask" in options:
@@ -117,7 +119,8 @@ class Ragged:
     def run(
         self, config: BwdConfig, forward: tuple[Tensor, Tensor] | None = None, **options: Any
     ) -> sim.SimResult:
-        """The kernels' result; the options are those of :func:`flashcute.sim.run_varlen_bwd`."""
+        """Returns the kernels' result; the options are those of
+        :func:`flashcute.sim.run_varlen_bwd`."""
         given = simulator_options(config, self.options)
         used = dict(zip(("seqused_q", "seqused_k"), self.lengths[2:], strict=True))
         longest = self.lengths[0].diff().max().item() if len(self.lengths[0]) > 1 else 0
@@ -132,7 +135,8 @@ class Ragged:
 
 
 def simulator_options(config: BwdConfig, options: Mapping[str, Any]) -> dict[str, Any]:
-    """What of the reference's ``options`` the kernels of ``config`` take."""
+    """Returns the simulator's arguments for those of the reference's ``options`` that the kernels
+    of ``config`` take."""
     given = {"sinks": options["sinks"]}
     if config.mask == "local":
         given["window_size"] = options["window_size"]
@@ -145,7 +149,8 @@ def simulator_options(config: BwdConfig, options: Mapping[str, Any]) -> dict[str
 def options_of(
     config: BwdConfig, b: int, h: int, longest: tuple[int, int], sinks: bool = True
 ) -> dict[str, Any]:
-    """Of the reference; each entry and head has its slope."""
+    """Returns the reference's options for ``config``; each batch entry and head has its own
+    slope."""
     options: dict[str, Any] = {
         "causal": config.mask == "causal",
         "window_size": WINDOW if config.mask == "local" else (-1, -1),
@@ -204,8 +209,9 @@ def make_ragged(
     extras: bool = True,
     **change: Any,
 ) -> Ragged:
-    """Standard normal tensors of sequences of these lengths, of queries and of keys, and ``more``
-    rows behind them; as of :func:`backward.make_problem` otherwise. used: rows that count."""
+    """Returns a problem with standard normal tensors of sequences with these lengths of queries and
+    of keys, and ``more`` NaN rows behind them. Head dimension and extras are as in
+    :func:`backward.make_problem`. used: seqused_q and seqused_k of the sequences."""
     q, k, v = ragged.make_qkv(config, batch, h, h_k, more)
     dout = ragged.make_qkv(config, batch, h, h_k, more, seed=1)[0]
     generator = torch.Generator().manual_seed(2)
@@ -226,7 +232,8 @@ def make_ragged(
 
 
 def one_of(problem: Ragged, batch: Sequence[Sequence[int]], i: int) -> tuple[Ragged, Ragged, dict]:
-    """Sequence ``i`` alone, and the whole batch with all others NaN; where its gradients are."""
+    """Returns a problem of sequence ``i`` alone, one of the whole batch in which all others are
+    NaN, and where the sequence's gradients are in those of the batch."""
     sides = [ragged.starts(lengths).tolist() for lengths in batch]
     rows, keys = (slice(side[i], side[i + 1]) for side in sides)
     tensors = {"q": rows, "dout": rows, "k": keys, "v": keys}
@@ -242,7 +249,8 @@ def one_of(problem: Ragged, batch: Sequence[Sequence[int]], i: int) -> tuple[Rag
 def permuted(
     problem: Ragged, batch: Sequence[Sequence[int]], order: Sequence[int]
 ) -> tuple[Ragged, dict]:
-    """The sequences in another order, and which rows of the gradients are where."""
+    """Returns the problem with its sequences in another order, and from which rows of the original
+    gradients its gradients come."""
     sides = [ragged.starts(lengths) for lengths in batch]
     rows, keys = (torch.cat([torch.arange(side[i], side[i + 1]) for i in order]) for side in sides)
     tensors = {"q": rows, "dout": rows, "k": keys, "v": keys}
@@ -257,7 +265,8 @@ def permuted(
 
 @dataclasses.dataclass(frozen=True)
 class Behind:
-    """A batch behind ``n`` rows of queries and ``m`` of keys of no sequence, which are NaN."""
+    """A batch behind ``n`` rows of queries and ``m`` rows of keys that are of no sequence and are
+    NaN."""
 
     problem: Ragged
     n: int
@@ -288,7 +297,7 @@ def _behind(n: int, x: Tensor) -> Tensor:
 
 @dataclasses.dataclass(frozen=True)
 class Hostile:
-    """A batch whose lengths are none."""
+    """A batch whose ``cu_seqlens`` and ``seqused`` hold values that are no valid lengths."""
 
     problem: Ragged
     lengths: Sequence[Tensor]
@@ -310,21 +319,22 @@ def make_hostile(config: BwdConfig, name: str) -> Hostile:
 
 
 def infinite_key(config: BwdConfig) -> Ragged:
-    """The gradients of its sequence are NaN, but not what lies behind it."""
+    """Returns a batch with an infinite key: the gradients of its sequence are NaN, but nothing
+    behind the sequence may be."""
     problem = make_ragged(config, ((70, 60), (30, 20)), used=((65, 60), (30, 20)), extras=False)
     problem.k[7] = torch.inf
     return problem
 
 
 def check_that_infinity_stays(config: BwdConfig) -> None:
-    """In its sequence."""
+    """Asserts that an infinite key spoils the gradients of its own sequence alone."""
     result = infinite_key(config).run(config)
     assert passed(result).outputs["dq"][:65].isnan().any()
     assert not spoils_neighbours(result)
 
 
 def spoils_neighbours(result: sim.SimResult) -> bool:
-    """Of :func:`infinite_key`."""
+    """Returns whether a result of :func:`infinite_key` is wrong outside of the key's sequence."""
     dq, dk = (passed(result).outputs[name] for name in ("dq", "dk"))
     return bool(dq[65:70].count_nonzero()) or not (dq[70:].isfinite().all() and dk[30:].any())
 

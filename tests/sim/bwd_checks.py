@@ -1,4 +1,5 @@
-"""What the tests of every backward ask of its kernels, and how their planted faults are found."""
+"""Checks that the tests of every backward make of its kernels, and of whether planted faults are
+found."""
 
 from __future__ import annotations
 
@@ -30,17 +31,18 @@ from flashcute.config import MASKS, SEMAPHORE_ROWS, BwdConfig, FwdConfig
 from flashcute.oracles import embed_in_nan
 from flashcute.reference import attention_ref, visible_keys
 
-# Without the gradient that CTAs may sum up in any order.
+# All gradients but dQ, which CTAs may sum up in any order.
 BUT_DQ = ("dk", "dv", "dsinks")
-# Long enough that tiles of the sm90 class begin at the diagonal, under a causal mask.
+# So long that tiles of the sm90 class begin at the diagonal under a causal mask.
 ASCENDING = (1, 1100, 1100, 2, 1)
 
 
 def check_tiles_in_use(kind: Callable[..., BwdConfig], dtype: str, head_dim: int) -> None:
-    """``kind``: of :mod:`flashcute.heuristics`."""
+    """Checks gradients of the configurations in use. ``kind``: a function of
+    :mod:`flashcute.heuristics` that returns them."""
     for mask in MASKS:
         config = kind(dtype, head_dim, mask)
-        # More keys, fewer, and as many as queries, in groups of two heads, one head and three.
+        # More keys than queries, fewer, and as many; groups of two heads, one head, three heads.
         for shape in ((1, 130, 150, 2, 1), (2, 270, 100, 1, 1), (1, 128, 128, 3, 3)):
             problem = make_problem(config, shape, extras=True)
             if shape[1] > shape[2]:
@@ -49,7 +51,7 @@ def check_tiles_in_use(kind: Callable[..., BwdConfig], dtype: str, head_dim: int
 
 
 def check_strides_and_surroundings(config: BwdConfig, seqlen_k: int, order: str) -> None:
-    """NaN around every input and output: neither read nor overwritten."""
+    """Checks that NaN around every input and output is neither read nor overwritten."""
     problem = make_problem(config, (2, 70, seqlen_k, 2, 1))
     names = ("q", "k", "v", "dout")
     inputs = {name: embed_in_nan(getattr(problem, name), order).view for name in names}
@@ -86,7 +88,9 @@ def check_that_schedules_change_only_the_sums_of_dq(config: BwdConfig) -> None:
 
 
 def check_that_two_tiles_of_keys_add_to_dq_in_one_order(config: BwdConfig) -> None:
-    """Of one more the schedule decides; the tests on a GPU ask for repeatable bits by this."""
+    """Checks that dQ has the same bits in every schedule up to ``config.repeatable_keys`` keys, two
+    tiles, and not with a third tile. The tests on a GPU rely on it where they ask for repeatable
+    bits."""
     config = with_mask(config, "none")
     for keys, repeatable in ((config.repeatable_keys, True), (config.repeatable_keys + 60, False)):
         problem = make_problem(config, (1, 70, keys, 2, 1))
@@ -99,7 +103,7 @@ def check_that_two_tiles_of_keys_add_to_dq_in_one_order(config: BwdConfig) -> No
 
 
 def semaphores_of(problem: Problem, config: BwdConfig, result: sim.SimResult) -> torch.Tensor:
-    """Of the sm90 class: (b, h, blocks of queries)."""
+    """Returns the semaphores of dQ of the sm90 class: (b, h, blocks of queries)."""
     b, seqlen_q, h, _ = problem.q.shape
     flat = result.outputs["dq_semaphore"][:-1].view(b, h, -1)  # without the counter of tiles
     flat = flat[..., :: config.dkv.step // SEMAPHORE_ROWS]
@@ -109,8 +113,9 @@ def semaphores_of(problem: Problem, config: BwdConfig, result: sim.SimResult) ->
 def check_short_tiles_of_long_heads(
     config: BwdConfig, problem: Problem, run: Callable[..., sim.SimResult]
 ) -> None:
-    """As whether first tiles store dQ depends on the batch, bits of dK and dV must not on that;
-    where tiles keep their order all begin with the last block. problem: of :data:`ASCENDING`."""
+    """Checks that dK and dV have the same bits whether first tiles store dQ or add to it, which
+    depends on the batch, and checks deterministic gradients, for which tiles keep their order and
+    all begin with the last block. problem: of :data:`ASCENDING`."""
     adding = run(sms=8, copy_mode="random")
     storing = run(sms=2)
     check(problem, adding)
@@ -122,7 +127,8 @@ def check_short_tiles_of_long_heads(
 
 
 def check_linear_in_the_gradient_of_the_output(config: BwdConfig) -> None:
-    """Twice dO and dLSE: exactly twice every gradient. In bf16, whose range nothing leaves."""
+    """Checks that twice dO and dLSE give exactly twice every gradient. config: of bf16, whose range
+    no value leaves."""
     problem = make_problem(config, (1, 100, 150, 2, 1), extras=True)
     twice = dataclasses.replace(problem, dout=2 * problem.dout, dlse=2 * problem.dlse)
     once, double = passed(problem.run(config)), passed(twice.run(config))
@@ -148,8 +154,8 @@ def check_that_rows_of_ds_sum_to_zero(config: BwdConfig) -> None:
 
 
 def check_uniform_probabilities(config: BwdConfig) -> None:
-    """Q = 0 and 64 keys: dV is the mean of dO over the group's queries and heads, times their
-    number over 64, exactly; dK is 0."""
+    """Checks that with Q = 0 and 64 keys dV is exactly the mean of dO over the group's queries and
+    heads, times their number over 64, and that dK is 0."""
     config = with_mask(config, "none")
     problem = make_problem(config, (2, 90, 64, 4, 2))
     integers = torch.randint(-8, 9, problem.dout.shape, generator=torch.Generator().manual_seed(1))
@@ -164,8 +170,9 @@ def check_uniform_probabilities(config: BwdConfig) -> None:
 
 
 def check_recomputed_probabilities(config: BwdConfig, forward: FwdConfig) -> None:
-    """Where the last rows of V are the identity, a row of O has weights of P; where those of dO
-    are, a column of dV has. So both kernels show the P of the last d rows and keys."""
+    """Checks that the backward recomputes the P of the forward. Where the last rows of V are the
+    identity, a row of O holds weights of P; where the last rows of dO are, a column of dV does.
+    Both kernels thus show the P of the last d queries and keys."""
     problem = make_problem(config, (1, 130, 180, 2, 2))
     d = problem.q.shape[3]
     for x in (problem.v, problem.dout):
@@ -180,7 +187,8 @@ def check_recomputed_probabilities(config: BwdConfig, forward: FwdConfig) -> Non
         return result.outputs["dv"][0, -d:].permute(1, 2, 0)
 
     info = torch.finfo(problem.q.dtype)
-    # Each rounds P by half of eps, the forward O, too. In fp16 weights may be subnormal.
+    # Both kernels round P by at most half of eps, and the forward rounds O as well. In fp16 weights
+    # may be subnormal.
     bound = 1.51 * info.eps * of_forward.double() + 2 * info.tiny * info.eps
 
     def equal(p: torch.Tensor) -> bool:
@@ -191,7 +199,8 @@ def check_recomputed_probabilities(config: BwdConfig, forward: FwdConfig) -> Non
 
 
 def check_rows_without_keys(config: BwdConfig) -> None:
-    """Whatever the gradient of their log-sum-exp, -inf, is: they take part in nothing."""
+    """Checks that rows without keys take part in nothing, whatever the gradient of their
+    log-sum-exp, -inf, is."""
     problem = make_problem(config, (1, 150, 70, 2, 2), extras=True)
     problem.options["sinks"] = None
     garbage = problem.dlse.clone()
@@ -203,7 +212,8 @@ def check_rows_without_keys(config: BwdConfig) -> None:
 
 
 def check_keys_that_no_query_sees(config: BwdConfig) -> None:
-    """What they hold reaches nothing: blocks outside of every window are not read."""
+    """Checks that keys outside of every window have zero gradients and, where their whole block is
+    outside, are not read."""
     config = with_mask(config, "local")
     problem = make_problem(config, (1, 20, 300, 2, 1), window=(30, 0))
     result = passed(problem.run(config))
@@ -231,8 +241,8 @@ def check_keys_behind_the_last_one(config: BwdConfig) -> None:
 
 
 def visits(problem: Problem, queries: int, keys: int) -> int:
-    """Pairs of a block of so many queries and one of so many keys that share a visible pair, of one
-    head."""
+    """Returns how many pairs of a block of ``queries`` queries and a block of ``keys`` keys hold a
+    visible pair of a query and a key, for one head."""
     options = problem.options
     visible = visible_keys(
         problem.q.shape[1], problem.k.shape[1], options["causal"], options["window_size"]
@@ -243,8 +253,8 @@ def visits(problem: Problem, queries: int, keys: int) -> int:
 
 
 def mma_count(config: BwdConfig, problem: Problem) -> int:
-    """Products of visible blocks alone, in the sm80 class: five of one kernel for all; else three
-    for dQ, four for dK and dV, five where these are split."""
+    """Returns the MMAs of the sm80 class's products in visible blocks alone: five products in a
+    fused kernel; else three for dQ, and four for dK and dV or five if these are split."""
     b, _, h, _ = problem.q.shape
     dq, dkv = config.dq, config.dkv
     of_keys = visits(problem, dkv.step, dkv.rows) * dkv.rows * dkv.step
@@ -257,7 +267,8 @@ def mma_count(config: BwdConfig, problem: Problem) -> int:
 
 
 def wrong_counts(config: BwdConfig, problem: Problem, result: sim.SimResult) -> bool:
-    """Of a kernel of the sm80 class: other products, or bank conflicts of shared memory."""
+    """Returns whether a kernel of the sm80 class computed another number of products than planned,
+    or had bank conflicts in shared memory."""
     counters = result.counters
     conflicts = any(n for name, n in counters.items() if name.endswith("_conflicts"))
     return conflicts or counters["mma"] != mma_count(config, problem)
@@ -271,7 +282,8 @@ def check_work_done(config: BwdConfig, shape: tuple[int, int, int, int, int]) ->
     assert result.counters["global_store_bytes"] == 2 * gradients
 
 
-# A window with unseen keys; queries that see no key; more keys than queries, in groups.
+# Keys that no query of a window sees; queries that see no key; more keys than queries, with heads
+# in groups.
 _MUTANT_SHAPES = ((1, 70, 200, 1, 1), (1, 150, 70, 2, 2), (2, 100, 150, 4, 2))
 
 
@@ -279,8 +291,8 @@ _MUTANT_SHAPES = ((1, 70, 200, 1, 1), (1, 150, 70, 2, 2), (2, 100, 150, 4, 2))
 def mutant_problems(
     config: BwdConfig, *shapes: tuple[int, int, int, int, int]
 ) -> tuple[Problem, ...]:
-    """What kernels with planted faults are given, and then problems of further shapes; the same
-    ones each time, with what is expected of them."""
+    """Returns the problems for kernels with planted faults, further ``shapes`` included. They are
+    cached, and with them the expected results that they hold."""
     problems = []
     for shape in (*_MUTANT_SHAPES, *shapes):
         problem = make_problem(config, shape, extras=True)
@@ -291,7 +303,7 @@ def mutant_problems(
 
 
 def faultless(configs: Iterable[BwdConfig], finder: str = "") -> list[Mutant]:
-    """Planted like mutants of these configurations, without a fault."""
+    """Returns one mutant without a fault for each configuration, to be planted like the others."""
     nothing = ("flash.h", "#pragma once", "#pragma once")
     of_finder = f"{finder} finds " * bool(finder)
     return [
@@ -304,7 +316,7 @@ def wrong_numbers(problem: Problem, result: sim.SimResult) -> bool:
     return not all(r.ok for r in compare(problem, result).values())
 
 
-# Of a configuration, its problem and the result.
+# A function of a configuration, a problem and a result that returns whether the counts are wrong.
 Counts = Callable[[BwdConfig, Problem, sim.SimResult], bool]
 
 
@@ -314,7 +326,8 @@ def check_that_mutant_is_found(
     problems: Iterable[Problem],
     wrong_counts: Counts = wrong_counts,
 ) -> None:
-    """By what it has to be found by, with one of ``problems``."""
+    """Fails unless the mutant is found by its finder, or reported as it expects, with one of
+    ``problems``."""
     config, (finder, _, copy_mode) = mutant.config, mutant.finder.partition("/")
     results = []
     for problem in problems:

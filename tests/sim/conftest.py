@@ -1,4 +1,5 @@
-"""Compiles together what the collected files of this folder compile: together.py."""
+"""Compiles the kernels of this folder's collected files in shared translation units, by means of
+together.py."""
 
 from pathlib import Path
 

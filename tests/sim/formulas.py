@@ -15,8 +15,8 @@ def visited_blocks(config: FwdConfig, m_block: int, seqlen_q: int, seqlen_k: int
 
 
 def mma_rows(config: FwdConfig, m_block: int, seqlen_q: int) -> int:
-    """Rows of query tile ``m_block`` that the sm80 class multiplies. In the kernels of caches a
-    warp of 16 rows without a query rests; in the others all of them compute."""
+    """Rows of query tile ``m_block`` that the sm80 class multiplies. In the kernels for KV caches a
+    warp whose 16 rows hold no query computes nothing; in the others all warps compute."""
     of_caches = config.paged or (config.tile_m == 64 and config.head_dim <= 128)
     if not of_caches:
         return config.tile_m

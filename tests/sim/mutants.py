@@ -1,7 +1,7 @@
 """Faults planted into the kernels' sources, each with the checker that has to find it.
 
-A mutant replaces one piece of text, which must occur exactly once. So a change of the kernel's text
-gives an error instead of a mutant without effect.
+A mutant replaces one piece of text, which must occur exactly once. A change of the kernel's text
+therefore gives an error instead of a mutant without effect.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from pathlib import Path
 
 from flashcute.config import BwdConfig, FwdConfig
 
-# Small tiles compile and run fast. The two kernels take different paths: Q in registers and two
-# stages, or Q in shared memory and one stage.
+# Small tiles compile and run fast. The two kernels take different paths: TWO_STAGES keeps Q in
+# registers, ONE_STAGE keeps it in shared memory.
 TWO_STAGES = FwdConfig(80, "fp16", 32, "causal", 64, 32, 4, 2, 2, 1)
 ONE_STAGE = FwdConfig(80, "bf16", 64, "causal", 64, 32, 4, 1, 0, 1)
 WINDOW = dataclasses.replace(TWO_STAGES, mask="local")
@@ -27,13 +27,13 @@ class Mutant:
     Attributes:
         name: What is wrong.
         file: The header it is planted in.
-        old: Text that occurs exactly once in it.
-        new: What replaces it.
+        old: Text that occurs exactly once in the header.
+        new: Text that replaces ``old``.
         finder: What must find it: ``"numerics"``, the comparison with the reference, in the copy
             mode named after a slash; ``"counters"``, an exact count; ``"simulator"``, an error that
             every run reports; or a checker's name.
         report: Regular expression that the report must match.
-        config: The kernel.
+        config: Configuration of the kernel that is compiled with the fault.
     """
 
     name: str
@@ -68,7 +68,8 @@ _RACE = "data race"
 _OUTSIDE = "outside (every tensor|of )|AddressSanitizer"
 
 MUTANTS = (
-    # A wait removed or too weak: data in flight is read. Copy mode `late` makes that visible.
+    # A wait is removed or too weak, so that data in flight is read, which copy mode `late` makes
+    # visible.
     Mutant("wait before the step", _MAINLOOP, _STEP, _STEP.replace(_WAIT, ""), "numerics/late"),
     Mutant(
         "wait that leaves one group in flight",
@@ -93,7 +94,7 @@ MUTANTS = (
         "",
         ONE_STAGE,
     ),
-    # A barrier removed.
+    # A barrier is removed.
     Mutant(
         "barrier before the step, two stages",
         _MAINLOOP,
@@ -170,7 +171,7 @@ MUTANTS = (
         "simulator",
         r"block \(.*warp 1, lane 5.*(missing lane|exited)",
     ),
-    # Predicates dropped.
+    # Predicates are dropped.
     Mutant(
         "row predicate of the loads",
         _COPY,

@@ -11,7 +11,7 @@ from mutants import Mutant
 TOGETHER = dataclasses.replace(backward.TOGETHER, dropout=True)
 # Its warps have 32 rows for dQ, so that a thread has rows of two 16 x 16 blocks.
 SPLIT = dataclasses.replace(backward.SPLIT, dropout=True)
-# Its warps divide the visited queries, too.
+# Its warps divide not only the keys but also the visited queries.
 DIVIDED = dataclasses.replace(mutants_bwd_fused.DIVIDED, dropout=True)
 
 _DROPOUT = "dropout.h"

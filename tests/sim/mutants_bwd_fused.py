@@ -1,4 +1,4 @@
-"""Faults planted into the sm80 class's backward of one kernel, as in ``mutants.py``."""
+"""Faults planted into the sm80 class's backward of one fused kernel, as in ``mutants.py``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from mutants import Mutant
 from flashcute.config import BwdConfig, BwdTile
 
 _KEYS, _BOTH = BwdTile(64, 32, 4, 2, 1), BwdTile(64, 64, 4, 1, 1, 2)
-# Warps divide keys, and P stays in registers; two stages, or one.
+# Warps divide keys, and P stays in registers. FUSED has two stages, ONE_STAGE one.
 FUSED = BwdConfig(80, "fp16", 32, "causal", _KEYS, _KEYS, fused=True)
 _ONE = dataclasses.replace(_KEYS, stages=1)
 ONE_STAGE = dataclasses.replace(FUSED, dq=_ONE, dkv=_ONE)

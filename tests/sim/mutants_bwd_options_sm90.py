@@ -1,5 +1,5 @@
-"""Faults planted into what softcap, ALiBi and dropout are in the backward of the sm90 class, in the
-form of :mod:`mutants`."""
+"""Faults planted into softcap, ALiBi and dropout in the backward of the sm90 class, in the form of
+:mod:`mutants`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DROPPED = asking(COLUMNS, "causal", "dropout")
 DROPPED_64 = asking(ROWS, "none", "dropout")
 DROPPED_WIDE = asking(WIDE, "causal", "dropout")
 CAPPED_WIDE = asking(WIDEST, "local", "softcap")
-SLOPED_AND_CAPPED = asking(COLUMNS, "local", "softcap", "alibi")  # keys behind the diagonal, too
+SLOPED_AND_CAPPED = asking(COLUMNS, "local", "softcap", "alibi")  # sees keys behind the diagonal
 DROPPED_AND_CAPPED = asking(WIDE, "causal", "softcap", "dropout")
 
 

@@ -1,5 +1,5 @@
-"""Faults planted into the order in which tiles of the sm80 class add to dQ, as in ``mutants.py``:
-found by gradients that differ from schedule to schedule, or are wrong, or by what is reported."""
+"""Faults planted into the order in which tiles of the sm80 class add to dQ, as in ``mutants.py``.
+They are found by gradients that differ between schedules or are wrong, or by a report."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _LOCAL = with_mask(FUSED, "local")
 _RAGGED_LOCAL = bwd_with_options(_LOCAL, varlen=True)
 _RAGGED_CAUSAL = bwd_with_options(with_mask(FUSED, "causal"), varlen=True)
 _PLAN = "flash_plan_kernel.h"
-# A place of the plan is not written: its tile is anywhere, or missing.
+# Reports where a place of the plan is not written, so that its tile lies anywhere or is missing.
 _NO_TILE = f"outside every tensor|the runner ended with status|{POLLS}"
 _WAIT = """\
         while (before > 0 && sm90::load_acquire(semaphore) < static_cast<uint32_t>(before)) {

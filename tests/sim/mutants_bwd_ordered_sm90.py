@@ -1,5 +1,5 @@
-"""Faults planted into the order in which tiles of the sm90 class add to dQ, as in ``mutants.py``:
-found by gradients that differ from schedule to schedule, or are wrong, or by what is reported."""
+"""Faults planted into the order in which tiles of the sm90 class add to dQ, as in ``mutants.py``.
+They are found by gradients that differ between schedules or are wrong, or by a report."""
 
 from __future__ import annotations
 

@@ -20,13 +20,13 @@ from mutants_bwd_wide_sm90 import (
 
 from flashcute import heuristics
 
-# dQ of a step by rows for each warpgroup, by columns, and by columns of which one has more.
+# Warpgroups divide dQ of a step by rows, by columns, and unevenly by columns.
 ROWS = heuristics.sm90_bwd_config("bf16", 64, "causal")
 COLUMNS = heuristics.sm90_bwd_config("fp16", 128, "causal")
 UNEVEN = heuristics.sm90_bwd_config("bf16", 96, "causal")
 NARROWEST = heuristics.sm90_bwd_config("fp16", 32, "none")
 _FULL = with_mask(ROWS, "none")
-_WIDE_FULL = with_mask(WIDE, "none")  # tiles of a head one after the other
+_WIDE_FULL = with_mask(WIDE, "none")  # a head's tiles follow one another
 
 _MAINLOOP = "mainloop_bwd_sm90.h"
 _OWN = "own_keys_sm90.h"
@@ -57,7 +57,7 @@ def _of_64(name, old, new, report) -> Mutant:
     return _simulator(name, "mainloop_bwd_64_sm90.h", old, new, report)
 
 
-# Of the loop up to d = 64.
+# Faults in the main loop for d up to 64.
 UP_TO_64 = (
     _of_64(
         "K read without waiting for it, d <= 64",
@@ -130,7 +130,7 @@ _EXITS = r"exits (while a TMA store|before a bulk store or reduction)"
 POLLS = "deadlock: a thread polls global memory"
 
 
-# Of tiles that CTAs share.
+# Faults in the sums of tiles that CTAs share.
 SHARED = tuple(
     _numerics(f"{name}, d = {config.head_dim}", _SHARED, old, new, config)
     for config in (_FULL, _WIDE_FULL)

@@ -1,5 +1,5 @@
-"""Faults planted into what the backward has for ragged batches, softcap and ALiBi, in the form of
-:mod:`mutants`."""
+"""Faults planted into the code for ragged batches, softcap and ALiBi in the sm80 class's backward,
+in the form of :mod:`mutants`."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ FIRST = (
         _KERNEL,
         "index < plan(params).count",
         "index <= plan(params).count",
-        "outside (every tensor|of )|status -8",  # a division by zero
+        "outside (every tensor|of )|status -8",  # SIGFPE: a division by zero
     ),
     _mutant("derivative of the softcap left out", _MAINLOOP, "ds(i, j) *= g(i, j)", ""),
     _mutant("slope of another head", _MAINLOOP, "tSrG, block(n), head)", "tSrG, block(n), 0)"),

@@ -1,4 +1,4 @@
-"""Faults planted into what the sm90 class's backward has for ragged batches, as in
+"""Faults planted into the code for ragged batches in the sm90 class's backward, as in
 :mod:`mutants`."""
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ MUTANTS = (
         _SCHEDULER,
         "return {of_a_head * params.h_k,",
         "return {(of_a_head + 1) * params.h_k,",
-        f"^numerics$|{_OUTSIDE}|status -8",  # a division by zero
+        f"^numerics$|{_OUTSIDE}|status -8",  # SIGFPE: a division by zero
     ),
     _mutant(
         "plan read before it is complete",
@@ -113,7 +113,8 @@ MUTANTS = (
         "",
         "before griddepcontrol.wait|no thread executes griddepcontrol.wait|^numerics$",
     ),
-    # Tiles that no query sees let the first CTA run ahead, as it needs nothing of the other one's.
+    # In tiles of keys that no query sees, the first CTA of a cluster can run ahead, as it needs
+    # nothing from the other CTA.
     _mutant(
         "next tile's number sent before the other CTA has read an earlier one",
         _PRODUCER,

@@ -6,7 +6,8 @@ from mutants import Mutant
 
 from flashcute import heuristics
 
-# Above 128 by a loop of their own, with pages of 32 columns and of 64.
+# Head dimensions above 128 have a main loop of their own. Shared-memory pages have 32 columns in
+# WIDE and 64 in WIDEST.
 WIDE = heuristics.sm90_bwd_config("bf16", 192, "causal")
 WIDEST = heuristics.sm90_bwd_config("fp16", 256, "causal")
 
@@ -17,7 +18,7 @@ _MMA = "mma_traits_sm90.h"
 _WIDE = "mainloop_bwd_wide_sm90.h"
 _KERNEL = "flash_bwd_kernel_sm90.h"
 _TRAITS = "kernel_traits_bwd_sm90.h"
-# What the simulator reports, of all head dimensions.
+# Patterns of the simulator's reports, also for the faults of other head dimensions.
 UNAWAITED = (
     r"(warpgroup \d: a wgmma reads|lane \d+: ldmatrix at) byte \d+ without having waited for phase "
     r"\d+ of mbarrier"
@@ -75,13 +76,14 @@ def _wide_numerics(name, old, new, config=WIDE, report="") -> Mutant:
 
 
 def _swapped(before: str, behind: str) -> tuple[str, str]:
-    """Two lines, and the same in the other order."""
+    """Returns the text of two lines, and the text with the lines in the other order."""
     between = "\n" + 16 * " "
     return before + between + behind, behind + between + before
 
 
-# Three are not among them, as others imply them. The second warpgroup's waits for Q and K: P. That
-# it keeps dO until dP is complete: Q, which it keeps longer, and which the producer loads first.
+# Three rules have no fault here, as others imply them. The second warpgroup's wait for P implies its
+# waits for Q and for K. That it keeps dO until dP is complete follows from its keeping Q longer,
+# which the producer loads before dO.
 ORDER = (
     _wide_numerics(
         "P taken without waiting for it",
@@ -139,7 +141,7 @@ ORDER = (
         _MMA,
         "fence_async_proxy();\n        __syncwarp();",
         "__syncwarp();",
-        r"writes byte \d+, which a load .* fence.proxy.async",  # of a later step, at times
+        r"writes byte \d+, which a load .* fence.proxy.async",  # a load of a later step, at times
     ),
     _simulator(
         "V in registers released by a lane that knows of no other's fence",

@@ -7,7 +7,7 @@ import dataclasses
 from mutants import TWO_STAGES, Mutant
 from mutants_sm90 import ASKING
 
-# Warps of 32 rows, so that a thread has rows of two 16 x 16 blocks.
+# Its warps have 32 rows, so that a thread has rows of two 16 x 16 blocks.
 SM80 = dataclasses.replace(TWO_STAGES, mask="local", tile_m=128, dropout=True)
 SM90 = dataclasses.replace(ASKING, mask="local", dropout=True)
 

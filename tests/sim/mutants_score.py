@@ -10,7 +10,7 @@ from mutants_sm90 import ASKING
 BOTH = {"mask": "local", "softcap": True, "alibi": True}
 SM80 = dataclasses.replace(TWO_STAGES, **BOTH)
 SM90 = dataclasses.replace(ASKING, **BOTH)
-# Has a form of its own for small scores.
+# Softcap without ALiBi has a form of its own for small scores.
 CAPPING = dataclasses.replace(ASKING, mask="local", softcap=True)
 
 _SCORES = "score_mod.h"

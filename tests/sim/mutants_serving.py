@@ -1,4 +1,5 @@
-"""Faults planted into what a cache, pages and splits add, in the form of :mod:`mutants`."""
+"""Faults planted into the code for KV caches, pages, split-KV and appends, in the form of
+:mod:`mutants`."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from mutants_sm90 import ASKING, DECODING
 
 _PAGED_80 = dataclasses.replace(TWO_STAGES, paged=True)
 _PAGED_90 = dataclasses.replace(ASKING, paged=True)
-_WINDOWED = dataclasses.replace(DECODING, mask="local")  # whose CTAs do not merge
+_WINDOWED = dataclasses.replace(DECODING, mask="local")  # its CTAs do not merge parts
 _PLAN = "flash_plan_kernel.h"
 _APPEND = "append_kvcache.h"
 _SEGMENTS = "plan_segments.h"
@@ -237,7 +238,7 @@ MUTANTS = (
         "if constexpr (Traits::kConfig.arch == 90) cudaGridDependencySynchronize();",
         "",
         "simulator",
-        "griddepcontrol.wait|status -11",  # it follows a plan of NaN
+        "griddepcontrol.wait|status -11",  # SIGSEGV: it follows a plan that is still NaN
         ASKING,
     ),
     Mutant(
@@ -284,7 +285,7 @@ MUTANTS = (
     ),
 )
 
-# In what CTAs plan for themselves, for sequences of as many queries each.
+# Faults in the plans that CTAs make for themselves, where all sequences have as many queries.
 OF_CTA_PLANS = (
     _numerics(
         "a warp with few rows at rest",
@@ -447,7 +448,7 @@ OF_SEVERAL_TILES = (
     ),
 )
 
-# What writes new tokens and rotates.
+# Faults in the code that appends new tokens to the cache and rotates.
 OF_APPENDS = (
     _numerics(
         "rotated the other way, eight at a time",

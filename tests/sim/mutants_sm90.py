@@ -8,11 +8,11 @@ from mutants import Mutant
 
 from flashcute.config import FwdConfig
 
-# Two consumers with the ping-pong schedule and work stealing; three consumers without either, and
-# with narrower swizzled pages.
+# ASKING has two consumer warpgroups with the ping-pong schedule and work stealing; STRIDING has
+# three without either, and narrower swizzled pages.
 ASKING = FwdConfig(90, "fp16", 128, "causal", 128, 32, 8, 2, 3, 1, True)
 WINDOW = dataclasses.replace(ASKING, mask="local")
-# One consumer, several CTAs an SM: as for queries over a cache.
+# One consumer warpgroup and several CTAs an SM, as for queries over a KV cache.
 DECODING = FwdConfig(90, "bf16", 64, "none", 64, 32, 4, 2, 0, 2, False)
 STRIDING = FwdConfig(90, "bf16", 96, "none", 192, 48, 12, 2, 6, 1, False)
 
@@ -83,7 +83,7 @@ def _numerics(name: str, file: str, old: str, new: str, mode: str = "late") -> M
 
 
 def _behind_its_use(wait: str) -> str:
-    """The text with its first line, a wait, moved after its second."""
+    """Returns the text with its first line, a wait, moved behind its second."""
     first, second, *rest = wait.splitlines(keepends=True)
     return "".join((second, first, *rest))
 

@@ -1,4 +1,4 @@
-"""Faults planted into what ragged batches add, in the form of :mod:`mutants`."""
+"""Faults planted into the code for ragged batches, in the form of :mod:`mutants`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MUTANTS = (
         "",
         "numerics",
         "",
-        STRIDING,  # where no turns order the warpgroups
+        STRIDING,  # no turns order its warpgroups
     ),
     Mutant(
         "keys of the next sequence",

@@ -1,4 +1,4 @@
-"""Checks of repeatable gradients, whose tiles of keys add to dQ in their order."""
+"""Checks of repeatable gradients, for which tiles of keys add to dQ in a fixed order."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from mutants import Mutant
 
 from flashcute import sim
 
-# Up to five tiles visit a block; of one or two the order of the sums would not matter.
+# Up to five tiles of keys visit a block of queries; with one or two the order of the sums would not
+# change the result.
 WINDOW = (300, 130)
 
 
 def check_order(run: Callable, check_result: Callable) -> sim.SimResult:
-    """Under several schedules; returns one result."""
+    """Asserts that runs under several schedules give the same bits; returns one result."""
     first = run()
     check_result(first)
     for seed, copy_mode in enumerate(sim.COPY_MODES):
@@ -27,7 +28,8 @@ def check_order(run: Callable, check_result: Callable) -> sim.SimResult:
 
 
 def visitors(n: int, m: int, mask: str, queries: int, keys: int) -> list[int]:
-    """How many tiles of so many keys visit each block of so many of ``n`` queries."""
+    """Returns how many tiles of ``keys`` keys visit each block of ``queries`` queries, for ``n``
+    queries and ``m`` keys."""
     left, right = {"none": (n + m, n + m), "causal": (n + m, 0), "local": WINDOW}[mask]
     return [
         sum(
@@ -50,7 +52,8 @@ def _is_wrong(problem, result: sim.SimResult) -> bool:
 
 
 def faults(problems, config, kernel, finder: str) -> Iterator[str]:
-    """What runs on several schedules report, and whether gradients are wrong or differ.
+    """Runs ``problems`` under several schedules and yields the message of each failed run, and
+    ``finder`` where gradients are wrong or differ between schedules.
 
     Args:
         problems: Pairs of a problem and a number of SMs.

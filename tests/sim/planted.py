@@ -26,8 +26,8 @@ _HEAD = """\
 #include <dynamic_smem.h>
 #include <wgmma_sm90.h>
 """
-# Each mutant has its own namespace. They share only the replacements of Hopper's instructions and
-# of the shared memory.
+# Each mutant has its own namespace. Mutants share only the simulator's replacements of Hopper's
+# instructions and of dynamic shared memory.
 _MUTANT = """\
 namespace {name} {{
 using ::flash::dynamic_smem;
@@ -47,12 +47,13 @@ using namespace ::flash::sm90;
 
 
 def checker(mutant: Mutant) -> str:
-    """The checker that the mutant has to be compiled for."""
+    """Returns the checker that the mutant has to be compiled for."""
     return mutant.finder if mutant.finder in sim.CHECKERS else "none"
 
 
 def _identifier(mutant: Mutant) -> str:
-    """Names of different files may be alike."""
+    """Returns a C++ identifier that ends in a hash, as mutants of different files may have the same
+    name."""
     number = hashlib.sha256(repr(mutant).encode()).hexdigest()[:8]
     return "mutant_" + re.sub(r"\W+", "_", f"{mutant.name}_{number}")
 
@@ -63,7 +64,7 @@ def _alike(mutant: Mutant) -> tuple[str, int, int, str]:
 
 
 def pieces(group: Sequence) -> list[tuple]:
-    """Of about the same size, and at most :data:`AT_MOST`."""
+    """Cuts ``group`` into pieces of about the same size, of at most :data:`AT_MOST` elements."""
     size = -(-len(group) // -(-len(group) // AT_MOST))
     return [tuple(group[i : i + size]) for i in range(0, len(group), size)]
 
@@ -72,7 +73,8 @@ _together: dict[Mutant, tuple[Mutant, ...]] = {}
 
 
 def compile_mutants_together(mutants: Iterable[Mutant]) -> None:
-    """From now on, whoever asks for some of them gets them from the same translation units."""
+    """Groups ``mutants`` into translation units, which :func:`build_mutants` compiles as a whole
+    from now on, whichever of their mutants it is asked for."""
     for group in _groups(mutants):
         for piece in pieces(group):
             _together.update(dict.fromkeys(piece, piece))
@@ -99,15 +101,15 @@ def _unit(name: str, group: Sequence[Mutant], folder: Path) -> Unit:
 
 
 def build_mutants(mutants: Sequence[Mutant], folder: Path) -> dict[str, tuple[Path, str]]:
-    """Plants ``mutants`` in ``folder`` and compiles them, where they are not cached, and with them
-    those of other files that share a translation unit.
+    """Plants ``mutants`` in ``folder`` and compiles those that are not cached, together with the
+    mutants of other test files that share a translation unit with them.
 
     Returns:
-        From each mutant's name to its ``kernel`` for :func:`flashcute.sim.run_fwd`.
+        A dictionary from each mutant's name to its ``kernel`` for :func:`flashcute.sim.run_fwd`.
 
     Raises:
         BuildError: with the compiler's messages, in which each mutant has a folder of its name.
-        ValueError: where two mutants have one name, or a mutant's text does not occur once.
+        ValueError: where two mutants have one name, or a mutant's text does not occur exactly once.
     """
     if len({mutant.name for mutant in mutants}) < len(mutants):
         raise ValueError(f"expected names that differ, got {[m.name for m in mutants]}")

@@ -6,7 +6,7 @@ import torch
 
 from flashcute.config import FwdConfig
 
-# (b, seqlen_q, seqlen_k, h, h_k, d less than the head dimension by)
+# (b, seqlen_q, seqlen_k, h, h_k, how much smaller d is than the kernel's head dimension)
 SHAPES = {
     "whole tiles": (1, 128, 128, 1, 1, 0),
     "one past the tile edges": (1, 129, 193, 2, 1, 8),
@@ -18,7 +18,7 @@ DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 def problem(config: FwdConfig, shape: tuple[int, ...], seed: int = 0) -> list[torch.Tensor]:
-    """q, k and v, normally distributed, of one of :data:`SHAPES`."""
+    """Returns normally distributed q, k and v of a shape like those of :data:`SHAPES`."""
     b, seqlen_q, seqlen_k, h, h_k, less = shape
     generator = torch.Generator().manual_seed(seed)
     d = config.head_dim - less
@@ -27,8 +27,9 @@ def problem(config: FwdConfig, shape: tuple[int, ...], seed: int = 0) -> list[to
 
 
 def outweigh(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, nats: float) -> None:
-    """Lets the last key, whose value is 0, outweigh each other by a factor of about exp(nats), so
-    that the output is what the small weights make together. (..., n, h, d), in place."""
+    """Changes q, k and v, (..., n, h, d), in place, so that the last key, whose value becomes 0,
+    outweighs each other key by a factor of about exp(nats). The output is then the sum over the
+    small weights."""
     q[..., 0] = 16
     k[..., 0] = 0
     k[..., -1, :, 0] = nats * q.shape[-1] ** 0.5 / 16

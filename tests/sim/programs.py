@@ -1,4 +1,4 @@
-"""Programs of small kernels on top of the simulator."""
+"""Compiles and runs programs of small kernels on top of the simulator."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from flashcute.jit import build, sources, toolchain
 from flashcute.jit.build import Unit
 from flashcute.sim.build import RUNTIME_SOURCES, simulator_dir
 
-# A program with these traps at a signed overflow, which the checker `ubcheck` reports in kernels.
+# A program compiled with these flags traps at a signed integer overflow; in kernels the checker
+# `ubcheck` reports such overflows.
 _NO_OVERFLOW = "-fsanitize=signed-integer-overflow", "-fsanitize-undefined-trap-on-error"
 UCONTEXT = ("-DSIM_UCONTEXT", *_NO_OVERFLOW)
-# The programs of :func:`program`: the stem of a file in this folder, and flags.
+# The programs of :func:`program`: the stem of a file in this folder, and further compiler flags.
 _PROGRAMS = (
     ("simulator_cases", ()),
     ("simulator_cases", UCONTEXT),
@@ -26,7 +27,7 @@ _PROGRAMS = (
     ("simulator_cases_sm90_reduce", ()),
     ("simulator_cases_sm90_ragged", ()),
 )
-# Likewise for :func:`with_racecheck`.
+# The stems of the programs of :func:`with_racecheck`.
 _RACECHECKED = tuple(f"simulator_cases_sm90_{of}" for of in ("async", "cluster", "copies"))
 
 _FOLDER = Path(__file__).parent
@@ -70,7 +71,8 @@ def _programs() -> dict[tuple[str, tuple[str, ...]], Path]:
 
 
 def program(stem: str, *extra_flags: str) -> Path:
-    """``<stem>.cpp`` of this folder with the simulator, compiled side by side with all others."""
+    """Returns the path of ``<stem>.cpp`` of this folder, compiled with the simulator; the first
+    call compiles all programs in parallel."""
     return _programs()[stem, extra_flags]
 
 
@@ -93,12 +95,12 @@ def _racechecked() -> dict[str, Path]:
 
 
 def with_racecheck(stem: str) -> Path:
-    """Like :func:`program`, for :func:`race_of`."""
+    """Returns the path of the program compiled with ThreadSanitizer, for :func:`race_of`."""
     return _racechecked()[stem]
 
 
 def run(path: Path, case: str, seed: int = 0) -> dict[str, str]:
-    """The output of the case: code, error and counters. Fails if a result was wrong."""
+    """Returns the output of the case: code, error and counters. Fails if a result was wrong."""
     done = subprocess.run(
         [path, case, str(seed)], capture_output=True, text=True, timeout=60, check=False
     )
@@ -107,9 +109,10 @@ def run(path: Path, case: str, seed: int = 0) -> dict[str, str]:
 
 
 def race_of(path: Path, case: str, seed: int = 0) -> str:
-    """ThreadSanitizer's report on a case, empty if there is none."""
+    """Returns ThreadSanitizer's report on a case, which is empty if it found nothing."""
     command = [str(path), case, str(seed)]
-    if setarch := shutil.which("setarch"):  # gcc 12's fails with many bits of address randomisation
+    # The sanitizer of gcc 12 fails where addresses are randomised in many bits.
+    if setarch := shutil.which("setarch"):
         command = [setarch, "-R", *command]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     return done.stderr

@@ -1,4 +1,4 @@
-"""Ragged batches in the simulator: their tokens, a run, and a check of all rows."""
+"""Makes ragged batches, runs them in the simulator and checks all rows."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ def starts(lengths):
     return torch.tensor([*itertools.accumulate(lengths, initial=0)], dtype=torch.int32)
 
 
-# Rows of 90 queries and 130 keys with 25, 0, 80 and 90 places of padding before their tokens, which
-# are not moved: lengths, and of these the rows that are used. Before the first token is a sequence
-# that has none, and from one row's first token to that of the next may be more than a row.
+# Lengths, and how many tokens of each sequence are used, of a padded batch that is read in place as
+# a ragged one: four rows of 90 queries and 130 keys, with 25, 0, 80 and 90 places of left padding.
+# A sequence reaches from one row's first token to the next one's, which may be more than a row; the
+# first sequence is the padding before the first token, of which nothing is used.
 PADDED = (
     ((25, 65, 170, 100, 0), (25, 105, 210, 140, 40)),
     ((0, 65, 90, 10, 0), (0, 105, 130, 50, 40)),
@@ -25,7 +26,7 @@ PADDED = (
 
 
 def make_qkv(config, batch, h=4, h_k=2, more=5, seed=0):
-    """Tokens of all sequences, and ``more`` behind them that are NaN."""
+    """Returns q, k and v with the tokens of all sequences, and ``more`` NaN tokens behind them."""
     generator = torch.Generator().manual_seed(seed)
     d = config.head_dim - 8
     tensors = []
@@ -37,16 +38,17 @@ def make_qkv(config, batch, h=4, h_k=2, more=5, seed=0):
 
 
 def run(config, qkv, batch, **options):
-    """``run_varlen`` of sequences of these lengths; ``max_seqlen_q`` is the longest by default."""
+    """Calls ``run_varlen`` for sequences of these lengths; ``max_seqlen_q`` is by default that of
+    the longest."""
     options = {"max_seqlen_q": max(batch[0], default=0), "sms": 2} | options
     return sim.run_varlen(*qkv, starts(batch[0]), starts(batch[1]), config, **options)
 
 
 def check(result, config, qkv, batch, used=None, **options):
-    """Each sequence against the reference, and all other rows against zeros and -inf.
+    """Compares each sequence with the reference, and all other rows with zeros and an LSE of -inf.
 
-    ``used``: rows of each sequence that count; all by default. ``alibi_slopes``: (b, h).
-    ``dropout_mask``: (b, h, rows, keys) of the longest sequence or more.
+    ``used``: queries and keys that are used of each sequence; by default all. ``alibi_slopes``:
+    (b, h). ``dropout_mask``: (b, h, rows, keys), as long as the longest sequence or longer.
     """
     assert result.verdict == "pass", result.message
     q, k, v = qkv

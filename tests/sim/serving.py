@@ -1,4 +1,4 @@
-"""Queries over a cache in the simulator: the cache, a run, and a check of all rows."""
+"""Makes queries over a KV cache, runs them in the simulator and checks all rows."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ MAX_INT = 2**31 - 1
 
 @dataclasses.dataclass
 class Problem:
-    """Queries, and a cache in which all that is no key of a sequence is NaN.
+    """Queries, and a cache that is NaN wherever it holds no key or value of a sequence.
 
     Attributes:
-        tensors: What ``run_serving`` takes by name.
+        tensors: The tensors that ``run_serving`` takes by name.
         keys, values: (n, h_k, d) of each sequence.
-        lengths: Of the queries.
+        lengths: Number of queries of each sequence.
     """
 
     tensors: dict[str, torch.Tensor]
@@ -65,8 +65,10 @@ def paged(
     heads_first=False,
     nats=None,
 ):
-    """A cache in pages, in any order. Table entries behind the last page, ``columns`` more, are any
-    numbers. ``heads_first``: pages are laid out as (h_k, page_size, d). ``nats``: of outweigh()."""
+    """Returns a problem with a cache in pages, in random order. The table has ``columns`` more
+    columns than the longest sequence has pages; entries behind a sequence's last page are random
+    numbers. ``heads_first``: pages are laid out as (h_k, page_size, d). ``nats``: as for
+    :func:`outweigh`."""
     generator, q, keys, values = _tokens(config, lengths, h, h_k, seed, scale, nats)
     used = [-(-n // page_size) for n in lengths[1]]
     shape = sum(used) + 2, page_size, h_k, q.shape[2]
@@ -87,7 +89,8 @@ def paged(
 
 
 def contiguous(config, lengths, h=4, h_k=2, seed=0, scale=1.0, leftpad=None, nats=None):
-    """A cache with entries of no sequence, those of the sequences in another order."""
+    """Returns a problem with a contiguous cache, some of whose entries belong to no sequence; the
+    sequences' entries are in reverse order."""
     _, q, keys, values = _tokens(config, lengths, h, h_k, seed, scale, nats)
     b = len(keys)
     pads = leftpad or (0,) * b
@@ -109,8 +112,8 @@ def run(config, problem, splits=NOT_SPLIT, **options):
 
 
 def check(result, config, problem, **options):
-    """Each sequence against the reference. ``alibi_slopes``: (b, h). ``dropout_mask``: (b, h, rows,
-    keys) of the longest sequence or more."""
+    """Compares each sequence with the reference. ``alibi_slopes``: (b, h). ``dropout_mask``: (b, h,
+    rows, keys), as long as the longest sequence or longer."""
     assert result.verdict == "pass", result.message
     slopes, mask = (options.pop(name, None) for name in ("alibi_slopes", "dropout_mask"))
     bounds = itertools.pairwise(starts(problem.lengths).tolist())
@@ -126,15 +129,15 @@ def check(result, config, problem, **options):
 
 
 def planned(result):
-    """(block, row_q, row_k, seqlen_q, seqlen_k, entry, part, parts, partial row) of each tile, and
-    the number of positions that are split."""
+    """Returns (block, row_q, row_k, seqlen_q, seqlen_k, entry, part, parts, partial row) of each
+    tile of the plan, and the number of positions that are split."""
     plan = result.outputs["plan"]
     tiles = plan[4 : 4 + 8 * int(plan[0])].view(-1, 8).tolist()
     return [(*t[:6], t[6] // 2**16, t[6] % 2**16, t[7]) for t in tiles], int(plan[1])
 
 
 def garbage(shape, seed):
-    """Any integers, some of which are lengths, entries or pages."""
+    """Returns random integers, some of which are valid lengths, entries or pages."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randint(-MAX_INT - 1, MAX_INT, shape, generator=generator, dtype=torch.int32)
     x.view(-1)[::3] %= 9

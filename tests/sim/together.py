@@ -1,10 +1,10 @@
-"""What the collected files compile of one pass, kernel class and head dimension, and for one
-checker, is compiled together: most of what a kernel takes is CuTe's templates, which the others of
-its translation unit share.
+"""Compiles in one translation unit the kernels of one pass, kernel class and head dimension that
+the collected files need with one checker: most of a kernel's compile time is CuTe's templates,
+which the kernels of a translation unit share.
 
-A file says what it compiles in ``COMPILED``, pairs of a configuration and a checker, and which
-faults it plants in ``PLANTED``. A kernel that no file names is compiled when a test asks for it, as
-:func:`flashcute.sim.build.companions` says."""
+A file lists what it compiles in ``COMPILED``, pairs of a configuration and a checker, and the
+faults it plants in ``PLANTED``. A kernel that no file lists is compiled when a test asks for it,
+together with what :func:`flashcute.sim.build.companions` returns."""
 
 from __future__ import annotations
 
@@ -24,14 +24,15 @@ def _alike(pair: tuple) -> tuple:
 
 
 def _not_shipped(pair: tuple) -> bool:
-    """Shipped forwards have a unit for each head dimension anyway."""
+    """Returns False for shipped forwards without a checker, which share a translation unit for each
+    head dimension anyway."""
     config, checker = pair
     return checker != "none" or config not in shipped_configs(config.arch)
 
 
 def compile_together(modules: Iterable[ModuleType]) -> None:
-    """What ``modules`` compile, from now on in this process."""
-    modules = sorted(modules, key=lambda x: x.__name__)  # in one order in every process
+    """Groups what ``modules`` compile into translation units, from now on in this process."""
+    modules = sorted(modules, key=lambda x: x.__name__)  # every process makes the same units
     compiled = [getattr(module, "COMPILED", ()) for module in modules]
     pairs = filter(_not_shipped, dict.fromkeys(itertools.chain(*compiled)))
     for (*_, checker), group in itertools.groupby(sorted(pairs, key=_alike), _alike):
