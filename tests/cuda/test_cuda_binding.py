@@ -1,4 +1,4 @@
-"""What the binding hands to a kernel, seen by a stand-in that records and computes nothing."""
+"""What the binding hands to a kernel, seen by a stand-in that records it and computes nothing."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ def _qkv(dtype=torch.bfloat16) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor
 
 
 def test_outputs_are_poisoned_by_the_fixture(stand_in, poisoned_outputs) -> None:
-    # The kernel writes nothing: what the tests with this fixture read is what the kernel wrote.
+    # The stand-in writes nothing, so the fixture's NaN shows. Tests with this fixture therefore
+    # read only what their kernel wrote.
     q, k, v = _qkv()
     for args in ((q, k, v), (q.transpose(1, 2).contiguous().transpose(1, 2), k, v)):
         out, lse = ops.fwd(*args, 0.125, False)
@@ -70,7 +71,7 @@ def test_packed_heads(stand_in, h: int, shift: int) -> None:
     assert (params["h_h_k_ratio"], params["pack_shift"]) == (h // 2, shift)
 
 
-# seqlen_q = 70, seqlen_k = 33: which mask does the least work and says the same.
+# For seqlen_q = 70 and seqlen_k = 33: of the equivalent masks the one that does the least work.
 @pytest.mark.parametrize(
     ("causal", "window", "mask", "sides"),
     [
@@ -106,7 +107,7 @@ def test_sinks(stand_in) -> None:
 
 @pytest.mark.parametrize("wrong", ["device", "dtype", "size", "stride"])
 def test_sinks_that_kernels_cannot_read_are_refused(stand_in, wrong: str) -> None:
-    """By the binding itself, below the checks in Python."""
+    """The binding itself refuses them, below the checks in Python."""
     sinks = {
         "device": torch.zeros(4),
         "dtype": torch.zeros(4, device="cuda", dtype=torch.bfloat16),
@@ -137,7 +138,7 @@ def test_softcap_and_slopes(stand_in, shape) -> None:
 
 @pytest.mark.parametrize("wrong", ["device", "dtype", "size", "batch", "rank", "stride"])
 def test_slopes_that_kernels_cannot_read_are_refused(stand_in, wrong: str) -> None:
-    """By the binding itself, below the checks in Python."""
+    """The binding itself refuses them, below the checks in Python."""
     slopes = {
         "device": torch.zeros(4),
         "dtype": torch.zeros(4, device="cuda", dtype=torch.bfloat16),
@@ -170,7 +171,7 @@ def test_dropout(stand_in) -> None:
 
 @pytest.mark.parametrize("wrong", ["none", "device", "dtype", "size", "rank", "stride"])
 def test_states_that_kernels_cannot_read_are_refused(stand_in, wrong: str) -> None:
-    """By the binding itself, below the checks in Python."""
+    """The binding itself refuses them, below the checks in Python."""
     state = {
         "none": None,
         "device": torch.zeros(2, dtype=torch.int64),
@@ -280,7 +281,7 @@ def test_table_of_kernels_is_bounded(stand_in) -> None:
     for b in (*range(1, 4098), 1):
         q = one.expand(b, 1, 1, 8)
         ops.fwd(q, q, q, 1.0, False)
-    # Full after 4096, then cleared: the first problem is asked about again.
+    # The table is full after 4096 problems and then cleared, so the first is asked about again.
     assert len(stand_in.problems) == 4098
 
 
@@ -314,7 +315,7 @@ def test_resolver_errors_arrive_as_themselves(stand_in, monkeypatch: pytest.Monk
     monkeypatch.setattr(ops, "_choose", fail)
     with pytest.raises(NotImplementedError, match="no kernel for that"):
         ops.fwd(*_qkv(), 0.125, True)
-    # Through the operator itself only the message can arrive.
+    # Through the operator itself only the error's message can arrive, not its type.
     with pytest.raises(RuntimeError, match=r"flashcute::fwd: NotImplementedError: no kernel"):
         ops.load()(*_qkv(), 0.125, True)
 
@@ -376,7 +377,8 @@ def test_packed_heads_of_a_ragged_batch(stand_in) -> None:
 
 @pytest.mark.parametrize("wrong", ["dtype", "stride"])
 def test_lengths_that_kernels_cannot_read_are_refused(stand_in, wrong: str) -> None:
-    """By the binding itself: the checks in Python take both, and the functions convert them."""
+    """The binding itself refuses them: the checks in Python accept both, and the functions convert
+    them."""
     cu = _lengths(0, 30, 70)
     given = {"dtype": cu.long(), "stride": cu.repeat_interleave(2)[::2]}[wrong]
     q, k, v = (x[0] for x in _qkv())

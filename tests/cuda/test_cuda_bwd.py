@@ -35,8 +35,8 @@ SIDES = (-1, -1, -1, 0, 1, 31, 64, 100, 127, 300, 5000)
 HEADS = ((1, 1), (4, 4), (4, 2), (6, 2), (10, 2), (8, 1))
 # Every instantiated head dimension and below it; 20 and 100 are padded.
 D = (8, 20, 32, 40, 64, 72, 96, 100, 128, 136, 192, 200, 256)
-# Equal rows of K or V make gradients that vanish but for roundings, of which the baseline, which
-# does not round the output in between, has fewer.
+# Equal rows of K or V make gradients that are 0 but for rounding errors; the baseline has fewer of
+# these, as it does not round the output in between.
 KEY_STYLES = tuple(style for style in STYLES if style != "expanded_rows")
 DTYPE_OF = {"fp16": torch.float16, "bf16": torch.bfloat16}
 ROUNDINGS = 16
@@ -63,18 +63,22 @@ class Case:
 def enough_heads(
     h: int, h_k: int, lengths: Iterable[tuple[int, int]], alike: bool = False
 ) -> tuple[int, int]:
-    """h and h_k, or a multiple, with which errors of dQ and dK are those of many roundings.
+    """Returns h and h_k, or a multiple of both, so that dQ and dK have errors of many roundings.
 
-    Between n queries and m keys at least min(n, m) see each other, and as many roundings of dS are
-    independent; of scores alike (scores.Scores.alike), whose dS is mostly 0, one for 256 pairs. Of
-    one query, one key and a sink the formula in float64, with O, P, dS and the results rounded,
-    exceeds the rule of the mean in 8 of 300 draws with one head, in 3 with three, and comes to 0.76
-    of it at most with eight. Of two queries, three keys and scores times 8 it exceeds the rule of
-    the largest error in 41 of 800 draws with eight heads, in 4 of 300 with 16 and in none of 300
-    with 64; of two queries and 129 keys in 68 of 3,000 with one head, in none of 800 with eight. Of
-    one query, one key, a softcap of 0.01 and a gradient of the log-sum-exp it exceeds the rule of
-    the mean in 75 of 3,000 draws with 16 heads, up to 15 times; scores times 8 that of the largest
-    error in 1 of 300 with 1,024 heads, and neither in 300 with 4,096.
+    Between n queries and m keys at least min(n, m) pairs see each other, and as many roundings of
+    dS are independent. With scores alike (scores.Scores.alike), whose dS is mostly 0, one rounding
+    for 256 pairs is. FlashAttention's formula in float64, with O, P, dS and the results rounded,
+    exceeds the tolerance in some draws of few roundings:
+
+    - One query, one key and a sink exceed the rule of the mean in 8 of 300 draws with one head and
+      in 3 with three, and come to at most 0.76 of it with eight.
+    - Two queries, three keys and scores times 8 exceed the rule of the largest error in 41 of 800
+      draws with eight heads, in 4 of 300 with 16 and in none of 300 with 64; two queries and 129
+      keys do so in 68 of 3,000 draws with one head and in none of 800 with eight.
+    - One query, one key, a softcap of 0.01 and a gradient of the log-sum-exp exceed the rule of the
+      mean in 75 of 3,000 draws with 16 heads, by a factor of up to 15. With scores times 8 they
+      exceed that of the largest error in 1 of 300 draws with 1,024 heads; with 4,096 heads they
+      exceed neither in 300.
     """
     roundings = h_k * sum(math.prod(pair) / 256 if alike else min(pair) for pair in lengths)
     times = math.ceil(ROUNDINGS / roundings) if roundings else 1
@@ -110,7 +114,7 @@ def make_case(seed: int) -> Case:
 
 
 def make_tensors(case: Case) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor | None]:
-    """q, k, v and sinks, which want gradients; dout; the gradient of the log-sum-exp."""
+    """Returns q, k, v and sinks, which require gradients; dout; the gradient of the log-sum-exp."""
     rng = random.Random(case.seed)
     generator = torch.Generator("cuda").manual_seed(case.seed)
     q_shape = (case.b, case.seqlen_q, case.h, case.d)
@@ -120,7 +124,7 @@ def make_tensors(case: Case) -> tuple[list[torch.Tensor], torch.Tensor, torch.Te
         for shape, style in zip((q_shape, k_shape, k_shape, q_shape), case.styles, strict=True)
     )
     if "expanded" not in case.styles[0]:
-        q.mul_(case.factor)  # in place: its surroundings stay
+        q.mul_(case.factor)  # in place, so that q stays between its NaN margins
     inputs = [x.detach().requires_grad_() for x in (q, k, v)]
     if case.sinks:
         sinks = 3 * torch.randn(case.h, device="cuda", generator=generator)
@@ -140,14 +144,14 @@ def gradients(inputs, dout, dlse, **options) -> dict[str, torch.Tensor]:
 
 
 def kernels_of(case: Case, gpu: Gpu) -> set:
-    """Those that the case uses."""
+    """Returns the kernels that the case uses."""
     sizes = case.b, case.seqlen_q, case.seqlen_k, case.h, case.h_k, case.d
     asked = Asked(case.dtype, *sizes, case.causal, case.window_size)
     return asked.forward(gpu) | asked.backward(gpu)
 
 
 def check(case: Case) -> str | None:
-    """What is wrong with this case; None if nothing is."""
+    """Returns what is wrong with this case, or None."""
     inputs, dout, dlse = make_tensors(case)
     options = {"causal": case.causal, "window_size": case.window_size}
     found = gradients(inputs, dout, dlse, **options)
@@ -168,7 +172,7 @@ def check(case: Case) -> str | None:
 
 
 def _config_of(d: int) -> BwdConfig:
-    """The backward of calls that do not ask for repeatable gradients."""
+    """Returns the backward of calls that do not ask for deterministic gradients."""
     head_dim = heuristics.instantiated_head_dim(d)
     capability = torch.cuda.get_device_capability()
     return heuristics.bwd_configs_in_use("bf16", head_dim, False, capability)[0]
@@ -201,7 +205,8 @@ def test_gradients(chunk: int, kernel_class: str, poisoned_outputs, count_cases)
 def _problem(
     sizes: tuple[int, ...], dtype: torch.dtype, factor: float = 1.0
 ) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """q, k, v, which want gradients, and dout; sizes as those of ``oracles.Shape``."""
+    """Returns q, k and v, which require gradients, and dout; the sizes are those of
+    ``oracles.Shape``."""
     shape = oracles.Shape(*sizes)
     q, k, v = oracles.make_qkv(shape, dtype, "cuda")
     dout = oracles.make_qkv(shape, dtype, "cuda", seed=1)[0]
@@ -212,8 +217,8 @@ def _problem(
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_many_tiles(dtype: str, head_dim: int, causal: bool, kernel_class, poisoned_outputs):
-    """More CTAs than the GPU holds at once, in groups of heads; asked to be deterministic, the
-    same bits ten times."""
+    """Gradients of more CTAs than the GPU holds at once are right, with heads in groups;
+    deterministic ones have the same bits ten times."""
     inputs, dout = _problem((4, 1100, 1030, 16, 4, head_dim), DTYPE_OF[dtype])
     found = gradients(inputs, dout, None, causal=causal)
     some = [x.detach()[:1] for x in inputs]
@@ -231,7 +236,7 @@ def test_many_tiles(dtype: str, head_dim: int, causal: bool, kernel_class, poiso
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_large_scores(dtype: str, head_dim: int, kernel_class, poisoned_outputs) -> None:
-    """Of some hundreds: P is 0 or 1 nearly everywhere."""
+    """Scores are some hundreds, so that P is 0 or 1 nearly everywhere."""
     inputs, dout = _problem((1, 200, 300, 4, 2, head_dim), DTYPE_OF[dtype], factor=16)
     for causal in (False, True):
         found = gradients(inputs, dout, None, causal=causal)
@@ -243,7 +248,8 @@ def test_large_scores(dtype: str, head_dim: int, kernel_class, poisoned_outputs)
 def test_keys_behind_the_last_one_do_not_count(
     dtype: str, head_dim: int, kernel_class, poisoned_outputs
 ) -> None:
-    """All scores are far below 0, so that exp(0 - LSE), of a row of zeros, is infinite."""
+    """All scores are far below 0, so that exp(0 - LSE), for a row of zeros behind the last key, is
+    infinite."""
     (q, k, v), dout = _problem((1, 129, 150, 2, 1, head_dim), DTYPE_OF[dtype])
     inputs = [x.detach().requires_grad_() for x in (q / 8 + 5, k / 8 - 5, v)]
     for causal in (False, True):
@@ -262,7 +268,7 @@ def test_scale(scale: float, kernel_class, poisoned_outputs) -> None:
 def test_rows_and_keys_without_partners_have_zero_gradients(
     head_dim: int, kernel_class, poisoned_outputs
 ) -> None:
-    """Exactly, whatever the gradient of their log-sum-exp is, NaN included."""
+    """The gradients are exactly 0, whatever the gradient of the log-sum-exp is, NaN included."""
     inputs, dout = _problem((2, 300, 170, 4, 2, head_dim), torch.float16)
     dlse = torch.randn(2, 4, 300, device="cuda")
     dlse[:, :, : 300 - 170] = math.nan
@@ -291,10 +297,11 @@ def check_that_nothing_else_is_written(
     shape: tuple[int, int, int, int, int] = (2, 133, 150, 4, 2),
     head_parts: int = 1,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The kernels themselves, on gradients and a workspace surrounded by NaN.
+    """Launches the kernels themselves on gradients and a workspace surrounded by NaN.
 
-    shape: b, seqlen_q, seqlen_k, h, h_k. head_parts: of the query heads of a key head. Returns the
-    sums of dQ, flat, the semaphores, and the sums of dK and dV that are left to others, flat.
+    shape: b, seqlen_q, seqlen_k, h, h_k. head_parts: parts of the query heads of a key head.
+    Returns the sums of dQ, flat; the semaphores, (b, h, words); and the sums of dK and dV that CTAs
+    leave to others, flat.
     """
     target = "".join(map(str, torch.cuda.get_device_capability()))
     kernel = abi.FlashKernel.from_address(jit.get_kernel(config, target).address)
@@ -356,7 +363,7 @@ def test_each_gradient_is_the_same_alone(which: int, kernel_class, poisoned_outp
         found = torch.autograd.grad([out, lse], [*wanted.values()], [dout, dlse])
         return dict(zip(wanted, found, strict=True))
 
-    # Gradients of one side alone take other kernels in the sm80 class.
+    # In the sm80 class the gradients of one side alone are computed by other kernels.
     most = 15
     if kernel_class == "80" and not (which & 1 and which & 6):
         most = 9 if which & 1 else 14
@@ -365,7 +372,7 @@ def test_each_gradient_is_the_same_alone(which: int, kernel_class, poisoned_outp
 
 
 def test_linear_in_the_gradient_of_the_output(kernel_class) -> None:
-    """Twice dO and dLSE: exactly twice every gradient, in bf16, whose range nothing leaves."""
+    """Twice dO and dLSE give exactly twice every gradient, in bf16, whose range no value leaves."""
     inputs, dout = _problem((2, 130, 200, 4, 2, 128), torch.bfloat16)
     inputs.append(torch.randn(4, device="cuda").requires_grad_())
     dlse = torch.randn(2, 4, 130, device="cuda")

@@ -1,4 +1,4 @@
-"""What the binding hands to the kernels of a backward, seen by a stand-in that computes nothing."""
+"""What the binding hands to a backward's kernels, seen by a stand-in that computes nothing."""
 
 from __future__ import annotations
 
@@ -47,7 +47,8 @@ def _bwd(**change) -> tuple[torch.Tensor, ...]:
 
 
 def test_gradients_are_poisoned_by_the_fixture(stand_in, poisoned_outputs) -> None:
-    # The kernels write nothing: what the tests with this fixture read is what a kernel wrote.
+    # The stand-in writes nothing, so the fixture's NaN shows. Tests with this fixture therefore
+    # read only what a kernel wrote.
     assert all(x.isnan().all() for x in _bwd())
 
 
@@ -79,7 +80,7 @@ def test_parameters(stand_in) -> None:
 
 
 def _ragged(**change) -> dict:
-    """Of three sequences in 70 queries and 33 keys."""
+    """Returns the arguments of a ragged batch of three sequences with 70 queries and 33 keys."""
     given = _given()
     packed = {name: given[name][0] for name in ("dout", "q", "k", "v", "out")}
     rows = {name: given[name][0].contiguous() for name in ("softmax_lse", "dlse")}
@@ -145,7 +146,7 @@ def test_sums_of_dq_have_the_room_that_the_kernel_asks_for(stand_in, columns: in
     address = params["dq_accum_ptr"] or 0
     assert bool(address) == bool(columns) and address % 16 == 0
     rows = 2 * 4 * ROW_STATS_MULTIPLE
-    # Behind the two float32 statistics of each row.
+    # The sums lie behind the two float32 statistics of each row.
     assert not columns or address >= params["row_stats_ptr"] + rows * 2 * 4
     semaphores = params["dq_semaphore_ptr"] or 0
     assert semaphores == (address + rows * columns * 4 if columns else 0)
@@ -158,7 +159,7 @@ def test_sums_that_ctas_leave_to_others_have_the_room_that_the_kernel_asks_for(
     asked = []
 
     def room(params) -> int:
-        """What the launch will ask, too, is known."""
+        """Records what the kernel is asked with, which is all that the launch depends on, too."""
         given = ctypes.cast(params, ctypes.POINTER(abi.FlashBwdParams)).contents
         sizes = given.b, given.h, given.h_k, given.seqlen_q_rounded, given.head_parts
         asked.append((*sizes, bool(given.dk_ptr), bool(given.dq_semaphore_ptr)))
@@ -183,7 +184,7 @@ def test_sums_that_ctas_leave_to_others_have_the_room_that_the_kernel_asks_for(
 
 @pytest.mark.parametrize("wanted", [7, 15, 31, 1, 6, 8, 17, 22])
 def test_gradients_of_one_side_are_a_problem_of_their_own(stand_in, wanted: int) -> None:
-    """And repeatable ones are not."""
+    """Deterministic gradients are the same problem as others."""
     _bwd(wanted=wanted)
     assert [problem["backward"] for problem in stand_in.problems] == [1 if wanted & 7 == 7 else 2]
     assert [params["deterministic"] for params, _ in stand_in.backwards] == [wanted >> 4]
@@ -278,7 +279,7 @@ def test_autograd_asks_for_what_is_wanted(stand_in) -> None:
     ((params, _),) = stand_in.backwards
     assert params["dq_ptr"] == dq.data_ptr() and not params["dk_ptr"]
     assert not params["dlse_ptr"] and params["o_ptr"] == out.data_ptr()
-    # Expanded ones are copied, and the copy can be read in place.
+    # An expanded gradient of the output is copied, and kernels can read the copy in place.
     assert params["do_row_stride"] % 8 == 0 and params["do_row_stride"] > 0
 
 
@@ -329,7 +330,7 @@ WRONG = {
 
 @pytest.mark.parametrize("name", WRONG)
 def test_what_kernels_cannot_read_is_refused(stand_in, name: str) -> None:
-    """By the binding itself, below the checks in Python."""
+    """The binding itself refuses it, below the checks in Python."""
     change, message = WRONG[name]
     given = _given()
     given |= {argument: f(given[argument]) for argument, f in change.items()}
@@ -353,7 +354,7 @@ def test_a_kernel_of_another_abi_is_refused(stand_in, field: str) -> None:
 
 
 def test_resolver_errors_arrive_as_themselves(stand_in, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Through autograd, whose engine runs the backward in a thread of its own."""
+    """The errors come through autograd, whose engine runs the backward in a thread of its own."""
     given = _given()
     q, k, v = (given[name] for name in "qkv")
     out = flashcute.flash_attn_func(q.requires_grad_(), k, v)

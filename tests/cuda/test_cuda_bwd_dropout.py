@@ -33,7 +33,7 @@ def _dropout_kernels() -> None:
 
 
 def make(shape: tuple[int, ...], d: int, dtype: str) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """q, k, v and sinks, which want gradients, and dout."""
+    """Returns q, k, v and sinks, which require gradients, and dout."""
     b, seqlen_q, seqlen_k, h, h_k = shape
     generator = torch.Generator("cuda").manual_seed(0)
     sizes = ((b, seqlen_q, h, d), *((b, seqlen_k, h_k, d),) * 2, (b, seqlen_q, h, d), (h,))
@@ -77,7 +77,7 @@ def test_a_probability_that_rounds_to_zero_equals_none(kernel_class) -> None:
 
 
 def test_a_training_step_in_a_graph_draws_anew_in_each_replay(kernel_class) -> None:
-    """And its gradients are those of the mask that the output was computed with."""
+    """The gradients use the dropout mask that the output was computed with."""
     inputs, dout = make(SHAPES[0], 64, "fp16")
     q, k, v, _ = (x.detach().requires_grad_() for x in inputs)
 

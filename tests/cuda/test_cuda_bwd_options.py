@@ -30,9 +30,9 @@ class Case(forward.Case):
 
 
 def make_case(seed: int) -> Case:
-    """A case of the forward with shorter sequences, fewer heads, and keys and rows of dout that
-    differ. Slopes are small: with large ones a row sees one key, and its gradients vanish but for
-    the roundings of fp32."""
+    """Returns a case of the forward with shorter sequences, fewer heads, and keys and rows of dout
+    that differ. Slopes are small: with large ones a row sees only one key, and its gradients are 0
+    but for the rounding errors of fp32."""
     rng, case = random.Random(f"gradients {seed}"), forward.make_case(seed)
     fields = {field.name: getattr(case, field.name) for field in dataclasses.fields(case)}
     fields["seqlen_q"], fields["seqlen_k"] = rng.choice((0, *SEQLENS)), rng.choice((0, *SEQLENS))
@@ -50,7 +50,7 @@ def make_case(seed: int) -> Case:
 
 
 def kernels_of(case: Case, gpu: Gpu) -> set:
-    """Those that the case uses."""
+    """Returns the kernels that the case uses."""
     asked = forward.asked_of(case)
     return asked.forward(gpu) | asked.backward(gpu)
 
@@ -70,7 +70,7 @@ def gradients(case: Case, leaves, dout, dlse, options) -> dict[str, torch.Tensor
 
 
 def check(case: Case) -> str | None:
-    """What is wrong with this case; None if nothing is."""
+    """Returns what is wrong with this case, or None."""
     rng = random.Random(case.seed)
     generator = torch.Generator("cuda").manual_seed(case.seed)
     q_shape = (case.b, case.seqlen_q, case.h, case.d)
@@ -98,7 +98,7 @@ def check(case: Case) -> str | None:
         differing = [name for name in found if not found[name].equal(again[name])]
         if differing:
             return f"{case}: {differing} differ when repeated"
-    if options["softcap"] > 1e4:  # none, but the low reference cannot compute with it
+    if options["softcap"] > 1e4:  # caps nothing, but the 16-bit baseline cannot compute with it
         options["softcap"] = 0.0
     options |= case.scores.dropout(case.seed, case.b, case.h, case.seqlen_q, case.seqlen_k)
     q, k, v, *sinks = (x.detach() for x in leaves)

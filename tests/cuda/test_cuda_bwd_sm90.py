@@ -1,8 +1,9 @@
 """The sm90 class's backward of every head dimension, dense and ragged, whether it is chosen or not.
 
-No kernel of a forward is used, and of these the head dimensions and dtypes of the tests that run
-are built. So they are the first to run on a GPU: by ``tools/check_gpu.py``, phases ``bwd-build``
-and ``bwd-64``, ``bwd-96`` and so on, each in a process of its own, as what never ran may hang.
+These tests use no kernel of a forward, and build the backwards of only those head dimensions and
+dtypes whose tests run. They are therefore the first to run on a GPU: ``tools/check_gpu.py`` runs
+its phases ``bwd-build``, ``bwd-64``, ``bwd-96`` and so on each in a process of its own, as a kernel
+that has never run may hang.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ from flashcute.jit import abi
 from flashcute.reference import attention_ref
 from flashcute.reference_varlen import attention_varlen_ref
 
-CASES = 30  # of random lengths, of each kernel
+CASES = 30  # of random lengths, for each kernel
 REPEATS = 50
 FAR = 2**32  # bytes
 DTYPE_OF = {"fp16": torch.float16, "bf16": torch.bfloat16}
-# Of the operator, which takes no others.
+# The memory layouts that the operator takes.
 STYLES = ("contiguous", "heads_outermost", "gaps", "gaps_permuted", "packed")
 WINDOWS = ((31, 0), (0, 100), (64, 31), (128, 128), (5000, 3))
 
@@ -56,7 +57,8 @@ def ragged(config: BwdConfig) -> BwdConfig:
 
 @pytest.fixture(scope="module", autouse=True)
 def _built_kernels(request: pytest.FixtureRequest) -> None:
-    """Dense and ragged, of all masks, in parallel, instead of all that other tests need."""
+    """Builds in parallel the dense and ragged backwards, of all masks, that the collected tests of
+    this file run, instead of all kernels that other files need."""
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("no GPU of compute capability 9.0")
     here = [item for item in request.session.items if item.path == request.path]
@@ -79,10 +81,10 @@ def masked(config: BwdConfig) -> dict[str, object]:
 def backward(
     config: BwdConfig, tensors, dlse, options, lengths=(), deterministic: bool = False
 ) -> tuple[torch.Tensor, ...]:
-    """dq, dk, dv and dsinks of the kernel, by the operator.
+    """Returns dq, dk, dv and dsinks of the kernel, computed by the operator.
 
-    tensors: dout, q, k, v, out and lse. options: of the reference. lengths: of a ragged batch:
-    cu_seqlens, seqused and max_seqlen of queries and keys.
+    tensors: dout, q, k, v, out and lse. options: those of the reference. lengths: for a ragged
+    batch cu_seqlens, seqused and max_seqlen, each of queries and of keys.
     """
     operators = torch.ops.flashcute
     operator = operators.bwd_varlen if config.varlen else operators.bwd
@@ -93,7 +95,8 @@ def backward(
 
 
 def by_operator(config: BwdConfig, case: Case, leaves, dout, dlse, _options) -> dict:
-    """:func:`test_cuda_bwd_varlen.gradients`, with the output of the reference."""
+    """Computes what :func:`test_cuda_bwd_varlen.gradients` does, by the operator and with the
+    output of the reference."""
     q, k, v, *sinks = (x.detach() for x in leaves)
     options = {"causal": case.causal, "window_size": case.window_size}
     options["sinks"] = sinks[0] if sinks else None
@@ -118,8 +121,8 @@ def test_nothing_else_is_written(dense: BwdConfig, head_parts) -> None:
 def test_query_heads_of_few_key_heads_are_divided(
     dense: BwdConfig, deterministic, poisoned_outputs
 ) -> None:
-    """Fewer tiles than SMs, of eight query heads: the gradients are right, dense and ragged, whose
-    dK and dV have the same bits, each time."""
+    """With fewer tiles than SMs and eight query heads of a key head, the gradients are right; dK
+    and dV have the same bits in each repeat, dense and ragged."""
     n, m, h, h_k, d = 900, 500, 8, 1, dense.head_dim
     sizes = {"b": 2, "seqlen_q": n, "seqlen_k": m, "h": h, "h_k": h_k, "h_h_k_ratio": h // h_k}
     sizes |= {"d": d, "total_q": 2 * n, "total_k": 2 * m, "deterministic": deterministic}
@@ -152,10 +155,12 @@ def test_query_heads_of_few_key_heads_are_divided(
 
 @each
 def test_equal_lengths_equal_a_dense_batch(dense: BwdConfig, poisoned_outputs) -> None:
-    """Bit for bit, each time, of more tiles than the GPU holds at once; dQ where two tiles of keys
-    add to it. The dense batch has the right gradients. Waves are full: no tiles are shared."""
+    """They are equal bit for bit in each repeat, with more tiles than the GPU holds at once; dQ is
+    where only two tiles of keys add to it. The gradients of the dense batch are right. All waves
+    are full, so that no tiles are shared."""
     sms = torch.cuda.get_device_properties().multi_processor_count
-    b, seqlen_q, h, h_k, d = sms // 2, 700, 2, 1, dense.head_dim  # two waves: none stores first
+    # Of two waves of tiles none stores dQ first.
+    b, seqlen_q, h, h_k, d = sms // 2, 700, 2, 1, dense.head_dim
     options = masked(dense)
     for seqlen_k, exact in ((500, BUT_DQ[:2]), (dense.repeatable_keys, NAMES[:3])):
         of_q, of_k = (b, seqlen_q, h, d), (b, seqlen_k, h_k, d)
@@ -180,7 +185,8 @@ def test_equal_lengths_equal_a_dense_batch(dense: BwdConfig, poisoned_outputs) -
 @pytest.mark.parametrize("lengths", [(128, 256), (128, 130), (70, 100)], ids=str)
 @each_narrow
 def test_heads_owned_by_a_cta(dense: BwdConfig, lengths, poisoned_outputs) -> None:
-    """Two for each SM. dQ has the same bits each time, whatever number of tiles adds to it."""
+    """With two heads for each SM, dQ has the same bits in each repeat, whatever number of tiles
+    adds to it."""
     sms = torch.cuda.get_device_properties().multi_processor_count
     h_k = sms // 2
     ratio = 2 if lengths[0] < 128 else 1
@@ -197,7 +203,7 @@ def test_heads_owned_by_a_cta(dense: BwdConfig, lengths, poisoned_outputs) -> No
             assert all(x.equal(y) for x, y in zip(first[:3], again, strict=False))
     found = dict(zip(NAMES[:3], first, strict=False))
     testing.check_backward(found, q, k, v, dout, **options)
-    # And they are owned: of the sums only those of a head for each CTA are used.
+    # CTAs do own heads: of the sums of dQ only the room of one head for each CTA is written.
     sums, *_ = check_that_nothing_else_is_written(dense, (4, *lengths, ratio * h_k, h_k))
     assert sums.view(4 * h_k, -1).isnan().all(1).tolist() == [False] * sms + [True] * sms
 
@@ -205,14 +211,15 @@ def test_heads_owned_by_a_cta(dense: BwdConfig, lengths, poisoned_outputs) -> No
 @pytest.mark.parametrize("lengths", [(300, 400), (130, 500), (700, 900)], ids=str)
 @each
 def test_first_tiles_store_dq(dense: BwdConfig, lengths, poisoned_outputs) -> None:
-    """And the others add theirs to it: heads enough for four waves of tiles, whose gradients are
-    those of each sequence alone, where all add to zeros: dQ but for the order of its parts, and of
-    grouped heads, which alone are divided, dK and dV, too."""
+    """The other tiles add to what the first ones store. Heads are enough for four waves of tiles;
+    their gradients equal those of each sequence alone, where all tiles add to zeros, except that
+    the order of dQ's parts differs. With heads in groups dK and dV differ in this way, too, as a
+    sequence alone divides a key head's query heads."""
     sms = torch.cuda.get_device_properties().multi_processor_count
     h_k, d = 3, dense.head_dim
-    h = 3 if d > 64 and lengths[0] != 130 else 6  # of few bytes heads would be owned by CTAs
+    h = 3 if d > 64 and lengths[0] != 130 else 6  # small heads would be owned by CTAs
     b = -(-4 * sms // (h_k * -(-lengths[1] // 128)))
-    b += b * h_k % sms == 0  # no CTA owns heads
+    b += b * h_k % sms == 0  # so that no CTA owns heads
     of_q, of_k = (b, lengths[0], h, d), (b, lengths[1], h_k, d)
     dout, q, k, v = tokens(dense, of_q, of_q, of_k, of_k)
     options = masked(dense)
@@ -229,7 +236,7 @@ def test_first_tiles_store_dq(dense: BwdConfig, lengths, poisoned_outputs) -> No
             for name, x, y in zip(NAMES, expected, again, strict=False):
                 close = (x - y).abs().max() <= 2**-6 * x.abs().max()
                 assert x.equal(y) if name != "dq" and h == h_k else close, name
-    if dense.mask != "local":  # no zeros are needed
+    if dense.mask != "local":  # then no sums of dQ start from zeros
         _, semaphores, _ = check_that_nothing_else_is_written(dense, (b, *lengths, h, h_k))
         step = dense.dkv.step // SEMAPHORE_ROWS
         blocks = -(-lengths[0] // dense.dkv.step)
@@ -240,8 +247,8 @@ def test_first_tiles_store_dq(dense: BwdConfig, lengths, poisoned_outputs) -> No
 def test_1000_repeats_are_bitwise_equal_under_memory_pressure(
     dense: BwdConfig, busy_memory, poisoned_outputs, count_cases
 ) -> None:
-    """Of more tiles than the GPU holds at once, which add to dQ in their order; and of a ragged
-    batch of the same sequences, which has the same bits."""
+    """Deterministic gradients of more tiles than the GPU holds at once, which add to dQ in a fixed
+    order, repeat; a ragged batch of the same sequences has the same bits."""
     (b, n, m, h, h_k), d = (4, 500, 1100, 8, 4), dense.head_dim
     dout, q, k, v = tokens(dense, *[(b, n, h, d)] * 2, *[(b, m, h_k, d)] * 2)
     options = masked(dense)
@@ -272,12 +279,13 @@ def test_1000_repeats_are_bitwise_equal_under_memory_pressure(
 @pytest.mark.parametrize("waves", [0, 1, 1.4], ids=["part of one", "one and few", "1.4"])
 @each_plain
 def test_tiles_of_the_last_wave_are_shared(dense: BwdConfig, waves, poisoned_outputs) -> None:
-    """The gradients are right, those of keys and values have the same bits each time, and are
-    those of a head alone but for the order in which parts of a tile are added."""
+    """The gradients are right. dK and dV have the same bits in each repeat, and equal those of a
+    head alone but for the order in which the parts of a tile are added."""
     sms = torch.cuda.get_device_properties().multi_processor_count
     tile, d = dense.cluster * dense.dkv.rows, dense.head_dim
-    # A tile of each head, a few more than the GPU holds at once; or of few heads 3/8 more, so that
-    # all CTAs have a range and many of these parts of two tiles; or fewer than a quarter.
+    # waves 1: one tile a head, a few more than the GPU holds at once. waves 1.4: 3/8 more than it
+    # holds, of two key heads, so that every CTA has a range and many ranges hold parts of two
+    # tiles. waves 0: one tile a head, fewer than a quarter of the SMs.
     several = waves > 1
     h_k, tiles = (2, 11 * sms // 16) if several else (sms + 5 if waves else sms // 5, 1)
     h, seqlen_q, seqlen_k = (2 * h_k, 2200, tiles * tile - 28) if several else (h_k, 3000, 100)
@@ -305,7 +313,7 @@ def test_tiles_of_the_last_wave_are_shared(dense: BwdConfig, waves, poisoned_out
 
 
 def case_of(config: BwdConfig, seed: int) -> Case:
-    """As other tests draw it, but of this kernel."""
+    """Returns the case that other tests draw from this seed, changed to run this kernel."""
     rng = random.Random(seed)
     return dataclasses.replace(
         make_case(seed),
@@ -319,23 +327,23 @@ def case_of(config: BwdConfig, seed: int) -> Case:
 
 
 def drawn(seed: int) -> Case:
-    """A case of any of the kernels."""
+    """Returns a case for one of the kernels, which depends on the seed."""
     return case_of(CONFIGS[seed // 2 % len(CONFIGS)], seed)
 
 
 def config_of(case: Case) -> BwdConfig:
-    """The kernel of a case that is drawn."""
+    """Returns the kernel of a case of :func:`drawn`."""
     return ragged(CONFIGS[case.seed // 2 % len(CONFIGS)])
 
 
 def kernels_of(case: Case, gpu: Gpu) -> set:
-    """Those that such a case uses: with the mask that its lengths leave."""
+    """Returns the kernel of a case of :func:`drawn`, with the mask that its lengths require."""
     chosen = asked_of(case).backward(gpu)
     return {dataclasses.replace(config_of(case), mask=config.mask) for config in chosen}
 
 
 def check_drawn(case: Case) -> str | None:
-    """What is wrong with such a case; None if nothing is."""
+    """Returns what is wrong with a case of :func:`drawn`, or None."""
     return check(case, BUT_DQ, functools.partial(by_operator, config_of(case)))
 
 
@@ -351,7 +359,7 @@ def test_random_lengths(dense: BwdConfig, poisoned_outputs, count_cases) -> None
 
 @each_plain
 def test_rows_far_from_the_first(dense: BwdConfig) -> None:
-    """Sequences around 2^32 bytes, and the last one, have the bits that they have alone."""
+    """Sequences around an offset of 2^32 bytes, and the last one, have the bits they have alone."""
     needs_memory(48)  # seven tensors of 4.2 GiB, and sums of dQ
     h, d = 64, dense.head_dim
     length = dense.repeatable_keys - 28
@@ -379,7 +387,7 @@ def test_rows_far_from_the_first(dense: BwdConfig) -> None:
 @pytest.mark.parametrize("lengths", HOSTILE, ids=str)
 @each_plain
 def test_no_lengths_reach_beyond_the_tensors(dense: BwdConfig, lengths) -> None:
-    """Results mean nothing then, but the device goes on, and what lies around is as before."""
+    """Results are undefined then, but the device goes on and memory around tensors is unchanged."""
     h, d = 4, dense.head_dim
     block = torch.full((5, 400, h, d), 7.0, device="cuda", dtype=DTYPE_OF[dense.dtype])
     lse = torch.full((3, h, 200), 7.0, device="cuda")

@@ -1,4 +1,5 @@
-"""How the gradient lives in torch: graphs, streams, AMP, checkpoints, compile, torch.func."""
+"""The gradient under torch's features: CUDA graphs, streams, AMP, checkpoints, compile,
+torch.func."""
 
 from __future__ import annotations
 
@@ -19,8 +20,8 @@ def _random(*shape: int, seed: int = 0, device: str = "cuda", dtype=torch.bfloat
 
 
 def _inputs(seed: int = 0, device: str = "cuda", d: int = 64) -> list[torch.Tensor]:
-    """q, k, v and sinks, which want gradients. Two tiles of keys at most add to dQ, so that the sum
-    has one result in whatever order."""
+    """Returns q, k, v and sinks, which require gradients. At most two tiles of keys add to dQ, so
+    that the sum does not depend on their order."""
     shapes = (2, 200, 4, d), (2, 250, 2, d), (2, 250, 2, d)
     inputs = [_random(*shape, seed=4 * seed + i, device=device) for i, shape in enumerate(shapes)]
     inputs.append(_random(4, seed=4 * seed + 3, device=device, dtype=torch.float32))
@@ -112,7 +113,7 @@ def test_accumulation_and_retained_graphs() -> None:
 
 @pytest.mark.parametrize("d", [20, 64, 100])
 def test_packed_functions(d: int) -> None:
-    """The gradient of what is packed is that of its parts."""
+    """The gradient of a packed tensor is that of its parts."""
     qkv = _random(2, 130, 3, 4, d).requires_grad_()
     dout = _random(2, 130, 4, d, seed=1)
     parts = [x.detach().requires_grad_() for x in qkv.unbind(2)]
@@ -152,7 +153,8 @@ def test_any_layout_of_the_gradient_of_the_output() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_amp(dtype: torch.dtype) -> None:
-    """Weights in float32, attention in half precision, gradients of each in its dtype."""
+    """Weights are float32, attention runs in half precision, and gradients have the dtype of their
+    tensor."""
     layer = torch.nn.Linear(64, 3 * 64, device="cuda")
     x = _random(2, 100, 64, dtype=torch.float32)
     sinks = _random(4, dtype=torch.float32).to(dtype).requires_grad_()

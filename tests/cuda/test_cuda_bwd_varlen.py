@@ -1,4 +1,4 @@
-"""Gradients on a GPU of ragged batches, and with softcap, ALiBi and dropout of dense ones."""
+"""Gradients on a GPU of ragged batches, and of dense ones with softcap, ALiBi and dropout."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ DTYPE_OF = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 def configs() -> list:
-    """What ragged batches, and dense ones with options, may ask the sm80 class for."""
+    """Returns the sm80 class's kernels for ragged batches, and for dense ones with options."""
     found = []
     for dtype in DTYPES:
         asked = [(head_dim, (False,) * 3) for head_dim in HEAD_DIMS]
@@ -63,9 +63,9 @@ def _built_backwards() -> None:
 
 
 def make_case(seed: int) -> Case:
-    """A case of the forward, with small slopes: with large ones a row sees one key, and its
-    gradients vanish but for the roundings of fp32. The rule of the largest error holds for each
-    sequence: there are heads enough for the shortest."""
+    """Returns a case of the forward, with small slopes: with large ones a row sees only one key,
+    and its gradients are 0 but for the rounding errors of fp32. The rule of the largest error must
+    hold for each sequence, so there are heads enough for the shortest."""
     case = ragged.make_case(seed)
     used = zip(case.used_q or case.lengths_q, case.used_k or case.lengths_k, strict=True)
     pairs = sorted(filter(all, used), key=min)
@@ -77,7 +77,8 @@ def make_case(seed: int) -> Case:
 
 
 def make_leaves(case: Case) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor | None]:
-    """q, k, v and sinks, which want gradients, dout, and dlse; NaN in rows of no sequence."""
+    """Returns q, k, v and sinks, which require gradients, dout, and dlse; rows of no sequence are
+    NaN."""
     q, k, v = make_qkv(case)
     generator = torch.Generator("cuda").manual_seed(case.seed + 1)
     unused = torch.ones(q.shape[0], dtype=torch.bool, device="cuda")
@@ -120,7 +121,7 @@ def gradients(case: Case, leaves, dout, dlse, options) -> dict[str, torch.Tensor
 
 
 def kernels_of(case: Case, gpu: Gpu) -> set:
-    """Those that the case uses."""
+    """Returns the kernels that the case uses."""
     asked = asked_of(case)
     return asked.forward(gpu) | asked.backward(gpu)
 
@@ -128,9 +129,9 @@ def kernels_of(case: Case, gpu: Gpu) -> set:
 def check(
     case: Case, repeatable: Sequence[str] | None = None, compute: Callable = gradients
 ) -> str | None:
-    """What is wrong with this case; None if nothing is.
+    """Returns what is wrong with this case, or None.
 
-    repeatable: what must repeat bitwise; of every other case dq, too, unless it is given.
+    repeatable: gradients that must repeat bitwise. By default dq is among them for odd seeds only.
     """
     if repeatable is None:
         repeatable = NAMES if case.seed % 2 else BUT_DQ
@@ -151,7 +152,7 @@ def check(
     if differing:
         return f"{case}: {differing} differ when repeated"
     del options["deterministic"]
-    if options["softcap"] > 1e4:  # none, but the low reference cannot compute with it
+    if options["softcap"] > 1e4:  # caps nothing, but the 16-bit baseline cannot compute with it
         options["softcap"] = 0.0
     options |= case.scores.dropout(case.seed, b, case.h, *bounds_of(case))
     q, k, v, *sinks = (x.detach() for x in leaves)
@@ -181,7 +182,7 @@ def test_sampling_covers_the_options() -> None:
 
 @pytest.mark.parametrize("chunk", range(CHUNKS))
 def test_gradients(chunk: int, kernel_class: str, poisoned_outputs, count_cases) -> None:
-    """Half of them are deterministic."""
+    """Half of the cases ask for deterministic gradients."""
     seeds = range(chunk * CASES_PER_CHUNK, (chunk + 1) * CASES_PER_CHUNK)
     failures = [failure for seed in seeds if (failure := check(make_case(seed)))]
     count_cases("gradients of ragged batches", CASES_PER_CHUNK)
@@ -195,8 +196,9 @@ ASKED = [(dtype, asked) for dtype, several in scores.ASKED.items() for asked in 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(("dtype", "asked"), ASKED, ids=str)
 def test_equal_lengths_equal_a_dense_batch(dtype, asked, causal, kernel_class, poisoned_outputs):
-    """Bit for bit, and the dense batch has the right gradients."""
-    b, seqlen_q, seqlen_k, h, h_k, d = 3, 290, 270, 4, 2, 64  # not short: the same kernels
+    """They are equal bit for bit, and the gradients of the dense batch are right."""
+    # The lengths are not short, so that both batches take the same kernels.
+    b, seqlen_q, seqlen_k, h, h_k, d = 3, 290, 270, 4, 2, 64
     generator = torch.Generator("cuda").manual_seed(0)
     sizes = (b, seqlen_q, h, d), (b, seqlen_k, h_k, d), (b, seqlen_k, h_k, d), (b, seqlen_q, h, d)
     q, k, v, dout = (
@@ -228,7 +230,8 @@ def test_equal_lengths_equal_a_dense_batch(dtype, asked, causal, kernel_class, p
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_many_sequences_and_the_packed_forms(head_dim: int, kernel_class: str) -> None:
-    """More than the planner has threads, of many lengths; the packed forms have the same bits."""
+    """There are more sequences than the planner has threads, of many lengths; the packed functions
+    give the same bits."""
     lengths = (*(i % 5 for i in range(1500)), 2000)
     total, cu = sum(lengths), starts(lengths)
     generator = torch.Generator("cuda").manual_seed(0)
@@ -281,7 +284,7 @@ HOSTILE = [
 
 @pytest.mark.parametrize("lengths", HOSTILE, ids=str)
 def test_no_lengths_reach_beyond_the_tensors(kernel_class: str, lengths) -> None:
-    """Results mean nothing then, but the device goes on, and what lies around is as before."""
+    """Results are undefined then, but the device goes on and memory around tensors is unchanged."""
     block = torch.full((3, 400, 4, 64), 7.0, device="cuda", dtype=torch.float16)
     q, k, v = (x[100:300].detach().requires_grad_() for x in block)
     cu = torch.tensor(lengths, dtype=torch.int32, device="cuda")

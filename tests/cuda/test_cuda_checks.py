@@ -1,4 +1,5 @@
-"""What is refused of CUDA tensors: the tables of bad_input*.py. No kernel is built for an error."""
+"""CUDA tensors that are refused, from the tables of bad_input*.py. No kernel is built for an
+error."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ REFUSED = [
 
 @pytest.fixture(scope="session")
 def _built_kernels() -> None:
-    """In place of the one that builds all kernels: none is asked for."""
+    """Replaces the fixture that builds all kernels, as this file asks for none."""
 
 
 @pytest.fixture

@@ -1,4 +1,5 @@
-"""Every configuration in use on this GPU, launched by itself, whatever shapes it is chosen for."""
+"""Every forward configuration in use on this GPU, launched directly, whatever shapes it is chosen
+for."""
 
 from __future__ import annotations
 
@@ -28,12 +29,14 @@ def _make_qkv(config: FwdConfig, *sizes: int, seed: int = 0):
 
 
 def _many_tiles(config: FwdConfig):
-    """Odd lengths, grouped heads, and at least 180 tiles: more than an H100 or H200 has SMs."""
+    """Returns inputs of odd lengths with grouped heads and at least 180 tiles, which are more than
+    an H100 or H200 has SMs."""
     return _make_qkv(config, 5, 501, 613, 12, 4, config.head_dim)
 
 
 def _tiles_of_one_block(config: FwdConfig):
-    """640 tiles of fewer keys than a block: the loader is furthest ahead in these."""
+    """Returns inputs with 640 tiles of fewer keys than a block, in which the loader runs furthest
+    ahead."""
     return _make_qkv(config, 80, 100, config.tile_n - 8, 8, 1, config.head_dim)
 
 
@@ -42,7 +45,7 @@ def _differs(got, expected) -> torch.Tensor:
 
 
 def _surrounded(x: torch.Tensor, poison: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """A copy of ``x``, (b, s, h, d), and the buffer of ``poison`` in whose middle it lies."""
+    """Returns a copy of ``x``, (b, s, h, d), and the buffer of ``poison`` around it."""
     b, s, h, d = x.shape
     buffer = x.new_full((b + 1, s + 200, h + 2, d + 8), poison)
     return buffer[:b, 100 : 100 + s, 1 : 1 + h, :d].copy_(x), buffer
@@ -54,8 +57,8 @@ def _surrounded_lse(shape: tuple[int, ...], poison: float) -> tuple[torch.Tensor
 
 
 def _edges(config: FwdConfig) -> list[tuple[int, int, int]]:
-    """(seqlen_q, seqlen_k, d) around the edges of tiles and of a warpgroup's rows, d in turn the
-    most and the fewest columns that the configuration is used for."""
+    """Returns (seqlen_q, seqlen_k, d) around the edges of tiles and of a warpgroup's rows; d is in
+    turn the most and the fewest columns that the configuration is used for."""
     m, n = config.tile_m, config.tile_n
     seqlens_q = sorted({1, 63, 64, 65, m - 1, m, m + 1})
     seqlens_k = (0, 1, n - 1, n, n + 1, 2 * n - 1, 2 * n, 2 * n + 1, 3 * n)
@@ -65,9 +68,10 @@ def _edges(config: FwdConfig) -> list[tuple[int, int, int]]:
 
 
 def test_tile_edges(config, kernel, poisoned_outputs, count_cases) -> None:
-    """Right at every edge, and no bit depends on what lies around the tensors or is written there.
+    """Results are right at every edge, no bit depends on what lies around the tensors, and nothing
+    is written there.
 
-    TMA fills with zeros outside the tensor alone: not between its heads, rows and batch entries.
+    TMA fills with zeros only outside the tensor, not between its heads, rows and batch entries.
     """
     causal = config.mask == "causal"
     edges = _edges(config)
@@ -94,7 +98,8 @@ def test_tile_edges(config, kernel, poisoned_outputs, count_cases) -> None:
 def test_1000_repeats_are_bitwise_equal_under_memory_pressure(
     config, kernel, make, busy_memory, poisoned_outputs, count_cases
 ) -> None:
-    """A race would show once in a while: the neighbours shift timing, the fillers addresses."""
+    """A race would show only now and then: the other stream's work varies the timing, and the
+    filler tensors vary addresses."""
     q, k, v = make(config)
     expected = Call(kernel, q, k, v)()
     testing.check_forward(*expected, q, k, v, causal=config.mask == "causal")
@@ -109,7 +114,7 @@ def test_1000_repeats_are_bitwise_equal_under_memory_pressure(
 
 
 def test_streams_and_a_graph_beside_each_other(config, kernel, poisoned_outputs) -> None:
-    """Launches of different streams share nothing, those of a graph and eager ones neither."""
+    """Launches on different streams share no state, nor do launches of a graph and eager ones."""
     q, k, v = _many_tiles(config)
     expected = Call(kernel, q, k, v)()
     captured = Call(kernel, q, k, v)

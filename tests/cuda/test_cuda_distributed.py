@@ -1,6 +1,6 @@
-"""Attention over two GPUs and NCCL, beside that of one; what the CPU tests do over gloo.
+"""Attention over two GPUs and NCCL, compared with that of one GPU; the CPU tests do this over gloo.
 
-They are skipped, and said so, where there are fewer than two GPUs.
+The tests are reported as skipped where there are fewer than two GPUs.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ TORCH_CASES = [(1024, 4, 4, 128, True), (512, 8, 2, 64, True), (768, 4, 4, 128, 
 
 
 def test_calls_are_watched_while_a_graph_is_captured() -> None:
-    """What a thread calls of CUDA can break the capture of another one's graph."""
+    """A CUDA call of one thread can break the graph capture of another thread."""
     ends = watch.Ends()
     found = watch.Watch(dist.HashStore(), 0, 1, 3600.0, ends)
     found.interval = 1e-3
@@ -77,7 +77,7 @@ def test_calls_are_watched_while_a_graph_is_captured() -> None:
         after = found._beats
     graph.replay()
     assert after > before and x.tolist() == [1.0] * 8
-    torch.cuda._sleep(10**9)  # clocks: half a second
+    torch.cuda._sleep(10**9)  # in clock cycles: half a second
     ends.enqueue(call.number)
     call.left = True
     assert not ends(call.number)
@@ -94,7 +94,7 @@ def _layout(case) -> Layout:
 
 
 def _problems() -> list[FwdProblem]:
-    """The calls of all cases, as the choice of their kernels sees them."""
+    """Returns the problems of all cases' calls, from which their kernels are chosen."""
     cases = [*CASES, REPEATED, *PACKED, MEMORY, LOST]
     cases += [(*case, (-1, -1), "zigzag") for case in TORCH_CASES]
     found = []
@@ -108,7 +108,7 @@ def _problems() -> list[FwdProblem]:
 
 @pytest.fixture(scope="module", autouse=True)
 def _built_kernels() -> None:
-    """Those of the cases here only, in place of the fixture of the other files."""
+    """Builds only the kernels of this file's cases, in place of the other files' fixture."""
     command.build(command.configs_for(_problems(), (choose_fwd, choose_bwd)))
 
 
@@ -128,14 +128,14 @@ def _part(x: torch.Tensor, rank: int, order: str) -> torch.Tensor:
 
 
 def _whole(x: torch.Tensor, order: str) -> torch.Tensor:
-    x = x.contiguous()  # else what is gathered is not, either
+    x = x.contiguous()  # else empty_like() makes parts that are not contiguous either
     parts = [torch.empty_like(x) for _ in range(WORLD)]
     dist.all_gather(parts, x)
     return fd.zigzag_merge(parts) if order == "zigzag" else torch.cat(parts, 1)
 
 
 def _compute(scheme: str, case, rank: int, tensors, deterministic: bool = False):
-    """This rank's out, lse as (b, s, h), dq, dk, dv."""
+    """Returns this rank's out, lse as (b, s, h), dq, dk and dv."""
     _, _, _, _, causal, window, order = case
     q, k, v, dout, dlse = (_part(x, rank, order) for x in tensors)
     for x in (q, k, v):
@@ -183,7 +183,7 @@ def _check_repeats(rank: int, store: str) -> None:
         tensors = _inputs(REPEATED, device)
         first = _compute(scheme, REPEATED, rank, tensors, True)
         for _ in range(5):
-            # Other work beside it, for transfers to end at other times.
+            # Other work runs at the same time, so that transfers end at other times.
             noise = torch.randn(4096, 4096, device=device)
             (noise @ noise).sum()
             again = _compute(scheme, REPEATED, rank, tensors, True)
@@ -197,7 +197,7 @@ def test_deterministic_gradients_repeat_bit_for_bit(tmp_path):
 
 
 def _check_packed(rank: int, store: str) -> None:
-    """Packed sequences are what each of them is alone, bit for bit: the same calls."""
+    """Packed sequences give the bits of each sequence alone, as they make the same calls."""
     device = _start(rank, store)
     lengths = [case[0] for case in PACKED]
     ends = [0, lengths[0] // WORLD, sum(lengths) // WORLD]
@@ -225,7 +225,7 @@ def test_packed_sequences(tmp_path):
 
 
 def _count_kernels(profile: torch.profiler.profile) -> dict[str, int]:
-    """How many of our kernels ran, and of PyTorch's."""
+    """Returns how many of our kernels and of PyTorch's attention kernels ran."""
     names = [event.name for event in profile.events()]
     ours = {way: f"flash::flash_{way}_kernel_sm" for way in ("fwd", "bwd")}
     found = {way: sum(part in name for name in names) for way, part in ours.items()}
@@ -233,10 +233,11 @@ def _count_kernels(profile: torch.profiler.profile) -> dict[str, int]:
 
 
 def _check_context_parallel(rank: int, store: str) -> None:
-    """Each step of PyTorch's ring is a call of ours, and the whole keeps the tolerance rule."""
+    """Each step of PyTorch's ring runs our kernels, and the result keeps the tolerance rule."""
     device = _start(rank, store)
     mesh = dist.device_mesh.init_device_mesh("cuda", (WORLD,))
-    warnings.filterwarnings("error", "flashcute.enable")  # what fell through to PyTorch's kernels
+    # A call that falls through to PyTorch's kernels warns, and is an error here.
+    warnings.filterwarnings("error", "flashcute.enable")
     for method, case in itertools.product(("allgather", "alltoall"), TORCH_CASES):
         h, h_k, causal = case[1], case[2], case[4]
         *whole, _ = _inputs(case, device)
@@ -275,7 +276,7 @@ def test_context_parallel_of_pytorch_runs_on_our_kernels(tmp_path):
 
 
 def _check_memory(rank: int, store: str) -> None:
-    """Both schemes with 32k tokens: the scores of a head alone would be 2 GiB in bf16."""
+    """With 32k tokens the scores of a single head would take 2 GiB in bf16."""
     device = _start(rank, store)
     s, h, _, d = MEMORY[:4]
     parts = [torch.randn(1, s // WORLD, h, d, dtype=torch.bfloat16, device=device) for _ in "qkv"]

@@ -62,7 +62,7 @@ def test_residue_classes(causal: bool, kind, poisoned_outputs, count_cases) -> N
         out, lse = _attend(q, k, v, causal=causal, softmax_scale=1.0)
         visible = visible_keys(seqlen_q, seqlen_k, causal, device="cuda")
         own = visible & (q_class[:, None] == k_class[None])
-        # With none of its own class in sight every visible key scores -256 alike.
+        # A query that sees no key of its own class scores -256 with every visible key.
         weights = torch.where(own.any(1, keepdim=True), own, visible).double()
         count = weights.sum(1, keepdim=True)
         expected = weights @ v[0, :, 0].double() / count.clamp(min=1)

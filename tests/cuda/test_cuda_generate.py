@@ -16,7 +16,7 @@ from building import build  # noqa: E402
 
 from flashcute import heuristics  # noqa: E402
 
-# float16, in which a fault shows: its rounding is 8 times finer than bfloat16's.
+# The model is float16, whose rounding is 8 times finer than bfloat16's, so that a fault shows.
 SIZES = {"layers": 2, "hidden": 256, "intermediate": 256, "vocabulary": 1000}
 SIZES |= {"heads": 4, "heads_k": 2, "head_dim": 64}
 LENGTHS = (5, 64, 200)
@@ -49,7 +49,7 @@ def model():
 
 
 def paged(model, page_size: int, graph: bool) -> paged_llama.PagedLlama:
-    """Over a cache that holds NaN wherever nothing was written."""
+    """Returns a paged model over a cache that holds NaN wherever nothing was written."""
     cache = paged_llama.PagedCache(model, [n + NEW for n in LENGTHS], page_size)
     cache.keys.fill_(torch.nan)
     cache.values.fill_(torch.nan)
@@ -58,7 +58,7 @@ def paged(model, page_size: int, graph: bool) -> paged_llama.PagedLlama:
 
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_one_graph_does_what_eager_steps_do(kernel_class: str, page_size: int, model) -> None:
-    """While sequences grow over pages, and for the next batch, which is shorter."""
+    """It does so while sequences grow over pages, and for the next batch, which is shorter."""
     by_graph, eager = (paged(model, page_size, graph) for graph in (True, False))
     steps = set()
     for seed, lengths in enumerate((LENGTHS, (1, 60, 33))):

@@ -45,7 +45,8 @@ class Case:
 
 
 def make_case(seed: int) -> Case:
-    """One case; head dimension, dtype and mask go round so that each combination has its share."""
+    """Returns one case; head dimension, dtype and mask alternate with the seed, so that each
+    combination has its share."""
     rng = random.Random(seed)
     h, h_k = rng.choice(HEADS)
     return Case(
@@ -75,14 +76,14 @@ def make_inputs(case: Case, device: str) -> tuple[torch.Tensor, torch.Tensor, to
 
 
 def kernels_of(case: Case, gpu: Gpu) -> set:
-    """Those that the case uses."""
+    """Returns the kernels that the case uses."""
     sizes = case.b, case.seqlen_q, case.seqlen_k, case.h, case.h_k, case.d
     return Asked(case.dtype, *sizes, case.causal, (-1, -1)).forward(gpu)
 
 
 @torch.no_grad()
 def check(case: Case) -> str | None:
-    """What is wrong with this case; None if nothing is."""
+    """Returns what is wrong with this case, or None."""
     q, k, v = make_inputs(case, "cuda")
     options = {"causal": case.causal, "softmax_scale": case.softmax_scale}
     out, lse, _ = flashcute.flash_attn_func(q, k, v, return_attn_probs=True, **options)

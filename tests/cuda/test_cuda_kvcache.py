@@ -28,11 +28,11 @@ from flashcute.rotary import apply_rotary_emb
 CHUNKS = 10
 CASES_PER_CHUNK = 50
 
-# Each head dimension with one data type, and scores that are changed under a causal mask alone, so
-# that few kernels are needed.
+# Each head dimension has one data type, and softcap or ALiBi comes with a causal mask only, so that
+# few kernels are needed.
 DTYPES = {64: torch.float16, 128: torch.bfloat16, 256: torch.float16}
 LENGTHS = (0, 1, 2, 15, 16, 17, 63, 64, 65, 100, 129, 300, 1000)
-PAGE_SIZES = (0, 0, 1, 2, 3, 16, 64, 100, 256)  # 0: entries of a batch
+PAGE_SIZES = (0, 0, 1, 2, 3, 16, 64, 100, 256)  # 0: a contiguous cache
 HEADS = ((4, 4), (4, 2), (6, 2), (8, 1))
 SIDES = (-1, 0, 31, 5000)
 LARGE, SMALL = 2**31 - 1, -(2**31)
@@ -90,14 +90,14 @@ def make_case(seed: int) -> Case:
 
 @dataclasses.dataclass
 class Problem:
-    """Arguments, and what they say.
+    """The arguments of a call, and the attention that they stand for.
 
     Attributes:
         q: The rotated queries.
         tokens: Keys and values, (total, h_k, d), of one sequence after the other, without padding,
             appended ones included.
-        counts: Of each sequence.
-        places: Of all of them in the cache: entry or page, and row of it.
+        counts: Number of tokens of each sequence.
+        places: Where each token is in the cache: its entry or page, and its row there.
     """
 
     arguments: dict[str, object]
@@ -112,7 +112,7 @@ def room_of(case: Case, rng: random.Random) -> int:
 
 
 def kernels_of(case: Case, gpu: Gpu) -> set:
-    """Those that the case uses."""
+    """Returns the kernels that the case uses."""
     room, dtype = room_of(case, random.Random(case.seed)), DTYPES[case.d]
     if case.page_size:
         room = -(-room // case.page_size) * case.page_size
@@ -141,7 +141,7 @@ def make(case: Case) -> Problem:
     cache = [torch.full((*shape, case.d), torch.nan, device="cuda", dtype=dtype) for _ in "kv"]
     if case.heads_first:
         cache = [x.transpose(1, 2) for x in cache]
-    # Indices are made on the host: of 40 sequences they are hundreds of small operations.
+    # Indices are made on the host, as 40 sequences take hundreds of small operations.
     order = torch.randperm(pages, generator=torch.Generator().manual_seed(case.seed))
     table = order[: b * columns].view(b, columns)
     arguments = {"cache_seqlens": int32(case.lengths), "num_splits": case.num_splits}
@@ -171,7 +171,7 @@ def make(case: Case) -> Problem:
         if case.causal or case.window_size != (-1, -1):
             rotated = apply_rotary_emb(q, *tables, case.interleaved, seqlen_offsets=offsets)
         else:
-            flat = q.flatten(1, 2)[:, None]  # all at the position of the first
+            flat = q.flatten(1, 2)[:, None]  # all queries rotate by the position of the first
             flat = apply_rotary_emb(flat, *tables, case.interleaved, seqlen_offsets=offsets)
             rotated = flat.view_as(q)
         new[0] = apply_rotary_emb(new[0], *tables, case.interleaved, seqlen_offsets=offsets)
@@ -206,7 +206,7 @@ def options_of(case: Case) -> dict[str, object]:
 
 @torch.no_grad()
 def check(case: Case) -> str | None:
-    """What is wrong with this case; None if nothing is."""
+    """Returns what is wrong with this case, or None."""
     problem, options = make(case), options_of(case)
     caches = [problem.arguments[name] for name in ("k_cache", "v_cache")]
     out, lse = flash_attn_with_kvcache(**problem.arguments, **options, return_softmax_lse=True)
@@ -220,7 +220,7 @@ def check(case: Case) -> str | None:
             testing.check_forward(out[i : i + 1], lse[i : i + 1], *one, **options)
         except AssertionError as error:
             return f"{case}: sequence {i}: {error}"
-    # A fused multiply-add rounds once.
+    # The rotation of the kernel has a fused multiply-add, which rounds once instead of twice.
     of_keys = 2**-7 if case.rotary_dim else 0
     for x, expected, rtol in zip(caches, problem.tokens, (of_keys, 0), strict=True):
         if not torch.allclose(x[problem.places], expected, rtol=rtol, atol=rtol / 4):
@@ -278,7 +278,7 @@ def test_sampling_covers_the_options() -> None:
 
 
 def pages_of(lengths, page_size, h_k=2, d=128, dtype=torch.bfloat16):
-    """A cache in pages with normal numbers, and its table."""
+    """Returns a cache in pages with normal numbers, and its table."""
     generator = torch.Generator("cuda").manual_seed(0)
     columns = -(-max(lengths) // page_size)
     table = torch.randperm(len(lengths) * columns, device="cuda", generator=generator).int()
@@ -289,8 +289,8 @@ def pages_of(lengths, page_size, h_k=2, d=128, dtype=torch.bfloat16):
 
 @pytest.mark.parametrize("page_size", [1, 16, 256])
 def test_prefill_decoding_and_speculation_in_one_batch(kernel_class: str, page_size: int) -> None:
-    """Ragged queries over pages, causal to each sequence's end; with a number of splits each
-    sequence's result is the same bits as alone."""
+    """Ragged queries run over pages, under a causal mask that ends with each sequence. With a given
+    number of splits each sequence has the bits that it has alone."""
     lengths_q, lengths_k = (300, 1, 4, 0, 1), (700, 900, 77, 50, 0)
     (k, v), table = pages_of(lengths_k, page_size)
     q = torch.randn(sum(lengths_q), 8, 128, device="cuda", dtype=torch.bfloat16)
@@ -340,7 +340,7 @@ def test_weights_of_keys_in_pages_are_dropped(kernel_class: str) -> None:
 
 @pytest.mark.parametrize(("d", "h_k"), [(64, 16), (128, 8)])
 def test_the_class_that_reads_a_large_cache_is_right(d: int, h_k: int) -> None:
-    """What is chosen where no class is asked for, with NaN in slots that are not in use."""
+    """The sm80 class, which is chosen by default here, is right with NaN in unused slots."""
     b, room, h = 64, 2048, 32
     problem = FwdProblem("bf16", False, b, 1, room, h, h_k, d, cache=True, num_splits=0)
     capability = torch.cuda.get_device_capability()
@@ -364,7 +364,7 @@ def test_the_class_that_reads_a_large_cache_is_right(d: int, h_k: int) -> None:
 def test_no_number_reaches_beyond_the_tensors(
     kernel_class: str, page_size: int, garbage: int
 ) -> None:
-    """Results mean nothing then, but the device goes on, and what lies around is as before."""
+    """Results are undefined then, but the device goes on and memory around tensors is unchanged."""
     block = torch.full((2, 12, page_size or 64, 2, 128), 7.0, device="cuda", dtype=torch.bfloat16)
     k_cache, v_cache = (x[4:8] for x in block)
     q = torch.full((3, 2, 4, 128), 7.0, device="cuda", dtype=torch.bfloat16)
@@ -385,7 +385,7 @@ def test_no_number_reaches_beyond_the_tensors(
 
 
 def test_one_graph_serves_growing_sequences(kernel_class: str) -> None:
-    """Lengths and tables are read when a graph runs; what it appends is there for the next run."""
+    """A graph reads lengths and tables when it runs, and its next run sees what it has appended."""
     lengths = (100, 64, 3)
     (k, v), table = pages_of((400, 400, 400), 64)
     again = [x.clone() for x in (k, v)]
@@ -448,7 +448,7 @@ def test_one_plan_and_one_graph_serve_layers_and_growing_sequences(
 
 
 def test_every_graph_of_a_plan_lays_out_its_tiles(kernel_class: str) -> None:
-    """The first one never runs; calls between replays have the lengths that these leave."""
+    """The first graph never runs. Calls between replays have the lengths that the replays leave."""
     cache, table = pages_of((200,) * 300, 16)
     q = torch.randn(300, 1, 8, 128, device="cuda", dtype=torch.bfloat16)
     used = torch.arange(300, device="cuda").int() % 190
@@ -475,7 +475,7 @@ def test_every_graph_of_a_plan_lays_out_its_tiles(kernel_class: str) -> None:
 def test_a_plan_appends_to_the_caches_of_layers(
     kernel_class: str, n_new: int, rotates: bool, num_splits: int
 ) -> None:
-    """Steps of two layers, eager and as one graph, beside calls without a plan."""
+    """Steps of two layers, eager and as one graph, give what calls without a plan give."""
     layers = [pages_of((400,) * 3, 16)[0] for _ in range(2)]
     for x in layers[1]:
         x.normal_()
@@ -537,7 +537,7 @@ def test_compiled_calls_write_to_the_cache(kernel_class: str) -> None:
 @pytest.mark.parametrize("page_size", [0, 16])
 @pytest.mark.parametrize("n_new", [0, 2])
 def test_an_int_is_the_length_of_all(kernel_class: str, page_size: int, n_new: int) -> None:
-    """No tensor holds it: it bounds the keys."""
+    """No tensor holds the length then; the kernel takes it from the bound of the keys."""
     (k, v), table = pages_of((400, 400, 400), page_size or 400)
     where = {"block_table": table} if page_size else {}
     q = torch.randn(3, 2, 8, 128, device="cuda", dtype=torch.bfloat16)
@@ -569,8 +569,8 @@ ODD = [case for case in CASES if {"meta", "fake_cuda"} & set(case.on)]
 
 @pytest.mark.parametrize("case", ODD, ids=lambda case: case.name)
 def test_odd_input_to_an_eager_call(case: OddCase) -> None:
-    """Which the binding refuses, and Python finds the words."""
-    flash_attn_with_kvcache(**arguments(CACHE, "cuda"))  # the binding is there
+    """The binding refuses it, and Python words the error."""
+    flash_attn_with_kvcache(**arguments(CACHE, "cuda"))  # a good call loads the binding
     case = case._replace(pattern=case.pattern.replace("on meta", "on cuda:0"))
     failure = case.failure("cuda")
     assert failure is None, failure

@@ -15,7 +15,7 @@ SEQLENS_K = (0, 1, 33, 64, 127, 256, 500)
 
 @pytest.fixture(scope="module")
 def wanted():
-    """The rungs that this GPU runs, all built."""
+    """Returns the rungs that this GPU runs, after building all of them."""
     major, minor = torch.cuda.get_device_capability()
     found = [rung for rung in RUNGS if rung.runs_on(10 * major + minor)]
     for rung, result in launch.build_rungs(found, f"{major}{minor}").items():

@@ -21,8 +21,8 @@ CASES_PER_CHUNK = 100
 SEQLENS = (1, 2, 7, 16, 33, 64, 65, 127, 128, 129, 200, 257, 384, 500, 777, 1024)
 SIDES = (-1, 0, 1, 31, 64, 100, 127, 128, 300, 5000)
 HEADS = ((1, 1), (4, 4), (4, 2), (6, 2), (10, 2), (8, 1), (71, 1))
-# Head dimensions at which kernels with an option have the tile of those without, by class, so that
-# results can have the same bits: tests/test_heuristics.py.
+# For each class a head dimension at which kernels with an option have the tile of those without, so
+# that results can have the same bits; tests/test_heuristics.py checks it.
 SAME_TILE = {"80": 64, "90": 128}
 
 
@@ -74,13 +74,13 @@ def asked_of(case: Case) -> Asked:
 
 
 def kernels_of(case: Case, gpu: Gpu) -> set:
-    """Those that the case uses."""
+    """Returns the kernels that the case uses."""
     return asked_of(case).forward(gpu)
 
 
 @torch.no_grad()
 def check(case: Case) -> str | None:
-    """What is wrong with this case; None if nothing is."""
+    """Returns what is wrong with this case, or None."""
     rng = random.Random(case.seed)
     generator = torch.Generator("cuda").manual_seed(case.seed)
     q_shape = (case.b, case.seqlen_q, case.h, case.d)
@@ -159,7 +159,7 @@ def make_qkv(d: int, dtype: torch.dtype = torch.float16) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_slopes_of_zero_and_a_cap_beyond_all_scores_equal_none(kernel_class: str, causal) -> None:
-    """Slopes bit for bit, in any memory layout; the cap within rounding."""
+    """Slopes of zero equal none bit for bit, in any memory layout; the cap does within rounding."""
     q, k, v = make_qkv(SAME_TILE[kernel_class], torch.bfloat16)
     plain = flash_attn_func(q, k, v, causal=causal, return_attn_probs=True)
     for slopes in (torch.zeros(4), torch.zeros(2, 4), torch.zeros(8, 2)[::2].mT):
@@ -188,7 +188,8 @@ def test_a_probability_that_rounds_to_zero_equals_none(kernel_class: str) -> Non
 
 
 def test_dropout_is_that_of_the_cpu(kernel_class: str) -> None:
-    """Of one state: every bit of the mask, of heads whose values are unit vectors."""
+    """Every bit of the mask is the same for one state, which heads with unit vectors as values
+    show."""
     seqlen, d = 200, 64
     h = -(-seqlen // d)
     q = torch.zeros(2, seqlen, h, d, device="cuda", dtype=torch.float16)
@@ -210,7 +211,7 @@ def test_a_graph_draws_dropout_anew_in_each_replay(kernel_class: str) -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = flash_attn_func(*qkv, 0.5)
-    # PyTorch has written the seed so far on the capturing stream, which a replay does not wait for.
+    # PyTorch has written the seed on the capturing stream, for which a replay does not wait.
     torch.cuda.synchronize()
     results = []
     for seed in (1, None, 1):
@@ -236,14 +237,15 @@ def test_a_graph_reads_the_state_that_is_there_when_it_runs(kernel_class: str) -
         assert torch.equal(out, first) == (other.tolist() == [1, 2])
 
 
-# Bounds of every kind: 31745 patterns are dropped as those that are not less, of 31746 the bound is
-# the smallest subnormal number, of 32768 the largest.
+# Numbers of dropped 16-bit patterns, divided by 2^16. Kernels compare the patterns as fp16 numbers
+# with a bound, which is of every kind here: 31745 are dropped as those that are not less, with
+# 31746 the bound is the smallest subnormal number, with 32768 the largest.
 _EXACT = [x / 2**16 for x in (1, 66, 6554, 31744, 31745, 31746, 32768, 64225, 65535)]
 
 
 @pytest.mark.parametrize("dropout_p", _EXACT)
 def test_weights_are_dropped_exactly_where_the_mask_says(kernel_class: str, dropout_p) -> None:
-    """Of equal scores, with the identity as V, each number of the output is one weight."""
+    """With equal scores and the identity as V, each number of the output is one weight."""
     b, seqlen_q, h, d = 2, 130, 64, 64
     q = torch.zeros(b, seqlen_q, h, d, device="cuda", dtype=torch.half)
     v = torch.eye(d, device="cuda", dtype=torch.half)[None, :, None].expand(b, d, h, d)
@@ -257,7 +259,7 @@ def test_weights_are_dropped_exactly_where_the_mask_says(kernel_class: str, drop
 
 @pytest.mark.parametrize("side", [(-1, -1), (-1, 0), (100, 0), (60, 60)])
 def test_window_wider_than_the_keys_equals_none(kernel_class: str, side) -> None:
-    """Bit for bit, and a sink of -inf equals none."""
+    """The results are equal bit for bit, and a sink of -inf equals none."""
     q = torch.randn(2, 90, 4, 128, device="cuda", dtype=torch.bfloat16)
     k = torch.randn(2, 50, 2, 128, device="cuda", dtype=torch.bfloat16)
     causal = side[1] == 0

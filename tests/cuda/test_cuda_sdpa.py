@@ -18,7 +18,7 @@ from flashcute.integrations import sdpa
 
 
 def _inputs(b=2, h=4, h_k=4, s=200, s_k=None, d=64, dtype=torch.bfloat16):
-    """q, k and v, (b, h, s, d), which want gradients."""
+    """Returns q, k and v, (b, h, s, d), which require gradients."""
     generator = torch.Generator("cuda").manual_seed(0)
     return [
         torch.randn(b, heads, length, d, generator=generator, device="cuda", dtype=dtype)
@@ -29,8 +29,8 @@ def _inputs(b=2, h=4, h_k=4, s=200, s_k=None, d=64, dtype=torch.bfloat16):
 
 @pytest.fixture
 def calls(monkeypatch):
-    """How often Python was asked for our forward, dense and varlen, and our backward: of dense
-    tensors only for what the binding's kernels leave to it."""
+    """Counts how often Python runs our forward, dense and varlen, and our backward. For dense
+    tensors Python runs only what the binding's kernels leave to it."""
     counts = {"forward": 0, "forward_varlen": 0, "backward": 0}
 
     def counted(name):
@@ -107,7 +107,7 @@ def test_tensors_of_models_are_read_and_written_in_place(calls, heads_inside):
     for found in (out, odd):
         assert torch.equal(found.transpose(1, 2), expected)
     assert torch.equal(lse, its_lse) and out.stride() == torch.empty_like(q).stride()
-    assert calls == {"forward": 1, "forward_varlen": 0, "backward": 0}  # of the odd one
+    assert calls == {"forward": 1, "forward_varlen": 0, "backward": 0}  # for the odd strides alone
 
 
 def test_a_layer_compiles_and_trains(calls):
@@ -181,7 +181,7 @@ NOT_FLASH = {
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("name", NOT_FLASH)
 def test_what_flash_attention_does_not_take_stays_pytorchs(calls, name, compiled):
-    """With one warning that says why, and with its gradients."""
+    """PyTorch computes it with its own gradients, and one warning says why."""
     shape, options, reason = NOT_FLASH[name]
     qkv = _inputs(**shape)
     if "attn_mask" in options:
@@ -196,7 +196,8 @@ def test_what_flash_attention_does_not_take_stays_pytorchs(calls, name, compiled
         out = function(*qkv)
         return out, *torch.autograd.grad(out.float().square().sum(), qkv)
 
-    # The order that enable() makes: it decides who computes what FlashAttention does not.
+    # The expected result comes from the order of backends that enable() makes, as it decides who
+    # computes what FlashAttention does not take.
     torch._fused_sdp_choice(*qkv)
     flash = SDPBackend.FLASH_ATTENTION
     order = [SDPBackend(x) for x in torch._C._get_sdp_priority_order()]
@@ -209,7 +210,7 @@ def test_what_flash_attention_does_not_take_stays_pytorchs(calls, name, compiled
             found = run()
             run()
         ours = [str(x.message) for x in said if "flashcute.enable" in str(x.message)]
-        # PyTorch's math backend says nothing where it is compiled.
+        # There is no warning where PyTorch's math backend is compiled.
         assert len(ours) == 1 or (compiled and not ours)
         assert all(reason in text for text in ours)
         with warnings.catch_warnings(), sdpa_kernel(SDPBackend.MATH):
@@ -268,7 +269,8 @@ def test_varlen_attn_and_its_gradient(calls, causal):
 
 
 def _causal(causal: bool) -> dict:
-    """``varlen_attn``'s arguments for it: a window from torch 2.11 or so on, a flag before."""
+    """Returns ``varlen_attn``'s arguments for a causal mask: a window from about torch 2.11 on, a
+    flag before."""
     if "window_size" in inspect.signature(varlen_attn).parameters:
         return {"window_size": (-1, 0) if causal else (-1, -1)}
     return {"is_causal": causal}

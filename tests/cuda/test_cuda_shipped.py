@@ -1,4 +1,4 @@
-"""The calls that decide what is prebuilt, as users make them: none of them builds a kernel."""
+"""The calls that decide which kernels are prebuilt, as users make them; none of them builds one."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def made(*shape: int) -> torch.Tensor:
 
 
 def run(call: shipped.Call) -> torch.Tensor:
-    """The function of the public interface that has such a problem."""
+    """Makes the call through the function of the public interface that has such a problem."""
     x = call.problem
     causal = x.causal or x.window is not None
     options = {"causal": causal, "softcap": 30.0 if x.softcap else 0.0}

@@ -1,4 +1,4 @@
-"""Sizes at which 32-bit arithmetic, grids and empty loops give way."""
+"""Sizes at which 32-bit arithmetic overflows, grids reach their limits, or loops are empty."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _give_memory_back():
 
 @pytest.fixture(scope="module")
 def nan_buffer():
-    """8 GiB of NaN, in which views with enormous strides lie."""
+    """Returns 8 GiB of NaN, in which views with enormous strides lie."""
     needs_memory(12)
     buffer = torch.full((2**32 + 4096,), torch.nan, device="cuda", dtype=torch.float16)
     yield buffer
@@ -69,7 +69,7 @@ def test_no_grid_limit_on_batch_or_heads(b, h, causal, poisoned_outputs, count_c
 
 
 def test_long_grid(poisoned_outputs, count_cases) -> None:
-    # 65537 x 17 tiles of two rows: more than 2^20 CTAs, each with its own answer.
+    # 65537 x 17 tiles of two rows are more than 2^20 CTAs, each of which has another result.
     b, h = 65537, 17
     q = torch.zeros(1, 1, 1, 8, device="cuda", dtype=torch.float16).expand(b, 2, h, 8)
     k = torch.zeros(1, 1, 1, 8, device="cuda", dtype=torch.float16).expand(b, 2, h, 8)
@@ -135,7 +135,8 @@ def test_empty_and_short(causal: bool, poisoned_outputs, count_cases) -> None:
 @pytest.mark.parametrize("d", [8, 64, 128])
 @pytest.mark.parametrize(("h", "h_k"), [(4, 4), (6, 2), (32, 1), (400, 2), (1000, 1)])
 def test_one_query_row(h, h_k, d, poisoned_outputs, count_cases) -> None:
-    """The heads of one key head are the rows of a tile, or of several, whatever their strides."""
+    """The query heads of one key head are the rows of one tile or of several, whatever their
+    strides."""
     b, seqlen_k = 3, 333
     wide = torch.randn(b, 2, h + 3, d + 8, device="cuda", dtype=torch.bfloat16)
     k, v = (torch.randn(b, seqlen_k, h_k, d, device="cuda").bfloat16() for _ in range(2))
@@ -150,7 +151,8 @@ def test_one_query_row(h, h_k, d, poisoned_outputs, count_cases) -> None:
 
 
 def test_too_many_tiles_is_an_error() -> None:
-    # Expanded from one element: rejected before anything of that size is allocated.
+    # The tensors are expanded from one element, as the call is refused before it allocates any of
+    # that size.
     one = torch.zeros(1, 1, 1, 8, device="cuda", dtype=torch.float16)
     q = one.expand(2**16, 1, 2**16, 8)
     with pytest.raises(

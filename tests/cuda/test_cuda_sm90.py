@@ -1,4 +1,5 @@
-"""What only the sm90 class has: CTAs that stay, counters of dealt tiles, a class beside it."""
+"""What only the sm90 class has: persistent CTAs, counters that deal out tiles, and another class to
+switch to."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ def _differs(got, expected) -> torch.Tensor:
 
 
 def _lengths(dtype: str, head_dim: int, causal: bool) -> list[int]:
-    """Lengths of which each configuration in use is chosen for one at least."""
+    """Returns lengths such that each configuration in use is chosen for at least one of them."""
     left = set(heuristics.sm90_configs(dtype, head_dim, causal))
     lengths = []
     for seqlen in (1111, 4173, 9000, *range(100, 600, 7)):
@@ -56,7 +57,7 @@ def _sizes(seqlen: int) -> tuple[int, int]:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_many_tiles_a_cta(head_dim, dtype, causal, poisoned_outputs, count_cases) -> None:
-    """Every CTA walks through several tiles of several heads; the last wave is not full."""
+    """Every CTA computes several tiles of several heads, and the last wave is not full."""
     for seqlen in _lengths(dtype, head_dim, causal):
         b, h = _sizes(seqlen)
         q, k, v = _qkv(b, seqlen - 13, seqlen, h, h // 3, head_dim, _TORCH[dtype])
@@ -78,8 +79,8 @@ def test_many_tiles_a_cta(head_dim, dtype, causal, poisoned_outputs, count_cases
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 def test_classes_agree(causal, monkeypatch) -> None:
-    """FLASHCUTE_ARCH switches the class; another batch size makes the shape new."""
-    for d in (64, 96, 128):  # whose key blocks differ, and with them the order of sums
+    """FLASHCUTE_ARCH switches the class for shapes that are new, here by another batch size."""
+    for d in (64, 96, 128):  # the classes' key blocks differ, and with them the order of sums
         q, k, v = _qkv(3, 700, 700, 8, 4, d)
         newer = _attend(q, k, v, causal)
         monkeypatch.setenv("FLASHCUTE_ARCH", "80")
@@ -91,7 +92,7 @@ def test_classes_agree(causal, monkeypatch) -> None:
 
 
 def test_more_captured_launches_than_counters() -> None:
-    """Once all counters are given away, tiles are dealt out by their number: still right."""
+    """Once all counters are in use, tiles are dealt out by their number, and results stay right."""
     q, k, v = _qkv(2, 600, 600, 32, 32, 32)
     expected = _attend(q, k, v)
     graph = torch.cuda.CUDAGraph()

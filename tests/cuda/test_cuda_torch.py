@@ -1,4 +1,4 @@
-"""How the operator lives in torch: graphs, streams, devices, tracing, repeats, errors."""
+"""The operator under torch's features: CUDA graphs, streams, devices, tracing, repeats, errors."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ print([torch.equal(*pair) for pair in zip(captured, expected)])
 
 
 def test_first_call_of_a_process_may_be_captured(request: pytest.FixtureRequest) -> None:
-    # It loads the kernel and, having more tiles than SMs, asks for the address of its counters.
+    # The call loads the kernel and, as it has more tiles than SMs, asks for its counters' address.
     # Drivers load modules while a stream is captured since CUDA 12.3
     # (https://nvidia.github.io/warp/api_reference/_generated/warp.capture_begin.html).
     done = subprocess.run(
@@ -86,8 +86,9 @@ def test_first_call_of_a_process_may_be_captured(request: pytest.FixtureRequest)
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_calls_that_feed_each_other_keep_their_order(causal: bool) -> None:
-    """On Hopper a kernel starts before the one in front has ended: it may neither read that one's
-    output too early nor write over its inputs, whose memory the allocator hands out again."""
+    """On Hopper a kernel starts before the preceding one has ended. It must neither read that
+    kernel's output too early nor overwrite its inputs, whose memory the allocator hands out
+    again."""
 
     def chain(pause, q, k, v):
         for i in range(30):
@@ -275,7 +276,7 @@ def test_nan_in_a_key_reaches_only_the_rows_that_see_it() -> None:
     k[0, 100, 0, 3] = torch.nan
     out, lse = _attend(q, k, v)
     expected = attention_ref(q, k, v, causal=True, upcast=torch.float32)
-    # From row 100 on, in the query heads 0 and 1 that share the key head.
+    # NaN reaches the rows from 100 on, in the query heads 0 and 1 that share the key head.
     poisoned = torch.zeros_like(out, dtype=torch.bool)
     poisoned[:, 100:, :2] = True
     assert torch.equal(out.isnan(), poisoned)
@@ -331,7 +332,7 @@ def test_bad_input_to_the_operator_itself(name: str) -> None:
 
 
 def _shifted(tensor: torch.Tensor) -> torch.Tensor:
-    """The same numbers and strides, starting one element into a storage."""
+    """Returns the same numbers with the same strides, starting one element into a storage."""
     storage = tensor.new_zeros(tensor.numel() + 1)
     return storage[1:].view_as(tensor).copy_(tensor)
 
@@ -339,7 +340,8 @@ def _shifted(tensor: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("which", range(1, 8))
 @pytest.mark.parametrize("compiled", [False, True])
 def test_misaligned_starts(which: int, compiled: bool) -> None:
-    # A traced program finds out when it runs: here it is traced with tensors that are aligned.
+    # A traced program can see a misaligned start only when it runs; it is traced with aligned
+    # tensors here.
     q, k, v = _qkv()
     expected = _attend(q, k, v)
     attend = torch.compile(_attend, backend="aot_eager", fullgraph=True) if compiled else _attend

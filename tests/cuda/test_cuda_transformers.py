@@ -35,7 +35,7 @@ FAMILIES = {
     "Llama": {},
     "Mistral": {"sliding_window": 20},
     "Gemma2": {"sliding_window": 20, "attn_logit_softcapping": 30.0},
-    # Each token goes to both experts: rounding cannot change which one it goes to.
+    # Each token goes to both experts, so that rounding cannot change its choice of experts.
     "GptOss": {"sliding_window": 20, "num_local_experts": 2, "num_experts_per_tok": 2},
 }
 
@@ -104,8 +104,9 @@ def test_packed_sequences_are_those_alone(family) -> None:
 
 
 def _gradients(model, rows=slice(None), autocast=False, **inputs) -> dict[str, torch.Tensor]:
-    """Of a random sum of the hidden states in ``rows``: the last layer normalises them, so their
-    mean square is the same whatever the parameters are, and its gradients are rounding errors."""
+    """Returns the gradients of a random weighted sum of the hidden states in ``rows``. Their mean
+    square would not do: the last layer normalises them, so that it is the same for all parameters,
+    and its gradients are rounding errors."""
     with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
         out = model.train()(**inputs).last_hidden_state[rows]
     weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(2)).to(out.device)
@@ -116,7 +117,8 @@ def _gradients(model, rows=slice(None), autocast=False, **inputs) -> dict[str, t
 def _assert_as_exact_as_eager(ours, eager, exact) -> None:
     assert ours.keys() == eager.keys() == exact.keys()
     for name, reference in exact.items():
-        if name.endswith("router.bias"):  # x and -x: eager's error of one number may be 0
+        # The gradient has two numbers, x and -x, so that eager's error may happen to be 0.
+        if name.endswith("router.bias"):
             continue
         error, allowed = ((grads[name] - reference).norm() for grads in (ours, eager))
         assert error <= 2 * allowed + 5e-3 * reference.norm(), name
@@ -184,7 +186,7 @@ def test_generation_after_padding(cache) -> None:
             options |= {"cache_implementation": "static"}
             options |= {"disable_compile": cache == "static"}
         texts.append(model.generate(input_ids=ids, attention_mask=mask, **options))
-    # Random weights make near ties; the first token follows the same prompt.
+    # Random weights make near ties between tokens; the first token comes from the same prompt.
     assert (texts[0][:, 100] == texts[1][:, 100]).float().mean() >= 2 / 3
 
 
@@ -204,7 +206,7 @@ def test_a_token_after_a_static_cache_reads_its_keys_alone(compiled) -> None:
     expected = torch.nn.functional.scaled_dot_product_attention(
         *(x.float() for x in (q, k, v)), mask_of_bounds(bounds, 100), enable_gqa=True
     )
-    k[:, :, 60:] = v[:, :, 60:] = torch.nan  # the end that is still empty
+    k[:, :, 60:] = v[:, :, 60:] = torch.nan  # the end of the static cache is still empty
     k[0, :, :40] = v[0, :, :40] = torch.nan
 
     def attend(*tensors):

@@ -23,7 +23,7 @@ CASES_PER_CHUNK = 50
 LENGTHS = (0, 0, 1, 2, 7, 16, 33, 64, 65, 127, 128, 129, 200, 257, 500, 777)
 SIDES = (-1, -1, 0, 31, 100, 128, 5000)
 HEADS = ((1, 1), (4, 4), (4, 2), (6, 2), (8, 1))
-HEAD_DIMS = (32, 64, 128, 256)  # instantiated
+HEAD_DIMS = (32, 64, 128, 256)  # head dimensions of the kernels
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,7 +91,7 @@ def rows_in_use(lengths, used) -> list[slice]:
 
 
 def make_qkv(case: Case) -> list[torch.Tensor]:
-    """Normal numbers in the rows that count, and NaN everywhere else."""
+    """Returns q, k and v with normal numbers in the rows in use, and NaN everywhere else."""
     rng = random.Random(case.seed)
     generator = torch.Generator("cuda").manual_seed(case.seed)
     tensors = []
@@ -123,13 +123,13 @@ def asked_of(case: Case) -> Asked:
 
 
 def kernels_of(case: Case, gpu: Gpu) -> set:
-    """Those that the case uses."""
+    """Returns the kernels that the case uses."""
     return asked_of(case).forward(gpu)
 
 
 @torch.no_grad()
 def check(case: Case) -> str | None:
-    """What is wrong with this case; None if nothing is."""
+    """Returns what is wrong with this case, or None."""
     q, k, v = make_qkv(case)
     generator = torch.Generator("cuda").manual_seed(case.seed)
     sinks = None
@@ -228,7 +228,7 @@ def test_varlen(chunk: int, kernel_class: str, poisoned_outputs, count_cases) ->
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_equal_lengths_equal_a_dense_batch(kernel_class: str, causal: bool) -> None:
-    """Bit for bit, and so do the packed forms."""
+    """They are equal bit for bit, and so are the results of the packed functions."""
     qkv = torch.randn(3, 150, 3, 4, 64, device="cuda", dtype=torch.bfloat16)
     dense, dense_lse, _ = flashcute.flash_attn_qkvpacked_func(
         qkv, causal=causal, return_attn_probs=True
@@ -245,9 +245,9 @@ def test_equal_lengths_equal_a_dense_batch(kernel_class: str, causal: bool) -> N
 
 
 def test_dropout_of_equal_lengths_is_that_of_a_dense_batch(kernel_class: str) -> None:
-    """Bit for bit; a sequence between empty ones may get other tiles, which round other weights,
-    but not another mask. In a model of both the first differ by 0.0016 beside 2 % at most; with
-    another mask 93 % of all results differ by more than the bound."""
+    """They are equal bit for bit. A sequence between empty ones may get other tiles, which round
+    other weights, but not another mask: in a model, other tiles change results by at most 0.0016
+    beside 2 %, while with another mask 93 % of all results differ by more than the bound."""
     qkv = torch.randn(3, 150, 3, 4, 64, device="cuda", dtype=torch.bfloat16)
     tokens = qkv.flatten(0, 1)
     torch.manual_seed(5)
@@ -262,7 +262,8 @@ def test_dropout_of_equal_lengths_is_that_of_a_dense_batch(kernel_class: str) ->
 
 
 def test_many_short_sequences_and_one_long(kernel_class: str) -> None:
-    """More than the planner has threads; launched twice, as tile counters must be reset."""
+    """There are more sequences than the planner has threads. The batch is launched twice, as tile
+    counters must be reset."""
     lengths = (*(i % 5 for i in range(3000)), 4000)
     total, generator = sum(lengths), torch.Generator("cuda").manual_seed(0)
     q, k, v = (
@@ -304,7 +305,7 @@ LARGE, SMALL = 2**31 - 1, -(2**31)
     ids=str,
 )
 def test_no_lengths_reach_beyond_the_tensors(kernel_class: str, lengths) -> None:
-    """Results mean nothing then, but the device goes on, and what lies around is as before."""
+    """Results are undefined then, but the device goes on and memory around tensors is unchanged."""
     block = torch.full((3, 400, 4, 64), 7.0, device="cuda", dtype=torch.float16)
     q, k, v = (x[100:300] for x in block)
     cu = torch.tensor(lengths, dtype=torch.int32, device="cuda")

@@ -81,9 +81,9 @@ def _swapped(before: str, behind: str) -> tuple[str, str]:
     return before + between + behind, behind + between + before
 
 
-# Three rules have no fault here, as others imply them. The second warpgroup's wait for P implies its
-# waits for Q and for K. That it keeps dO until dP is complete follows from its keeping Q longer,
-# which the producer loads before dO.
+# Three rules have no fault here, as others imply them. The second warpgroup's wait for P implies
+# its waits for Q and for K. That it keeps dO until dP is complete follows from its keeping Q
+# longer, which the producer loads before dO.
 ORDER = (
     _wide_numerics(
         "P taken without waiting for it",
