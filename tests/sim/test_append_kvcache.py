@@ -1,4 +1,4 @@
-"""New keys and values on their way into a cache, and rotation, in both kernel classes."""
+"""Appends of new keys and values to a KV cache, and rotation, in both kernel classes."""
 
 import dataclasses
 import itertools
@@ -17,7 +17,7 @@ from flashcute.reference_kvcache import attention_kvcache_ref
 from flashcute.rotary import apply_rotary_emb
 from flashcute.testing import check_forward
 
-CONFIGS = TWO_STAGES, ASKING, DECODING  # CTAs of all but ASKING plan for themselves
+CONFIGS = TWO_STAGES, ASKING, DECODING  # in all but ASKING the CTAs plan for themselves
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 PAGED = [dataclasses.replace(config, paged=True) for config in CONFIGS]
 COMPILED = [(config, "none") for config in (*CONFIGS, *PAGED)]
@@ -41,7 +41,8 @@ def inputs(config, seed):
 
 
 def cache_of(config, generator, paged):
-    """Keys and values; the reference's arguments, and the simulator's, that say where they are."""
+    """Returns the cache's keys and values, and the arguments of the reference and of the simulator
+    that say where the tokens are."""
     d, dtype = config.head_dim - 8, DTYPES[config.dtype]
     shape = (14, 16, H_K, d) if paged else (5, 80, H_K, d)
     cache = [torch.randn(shape, generator=generator).to(dtype) for _ in "kv"]
@@ -71,7 +72,8 @@ def run(config, q, new, cache, where, lengths, **options):
 
 
 def assert_rotated(found, q, cos, sin, lengths, causal, interleaved=False):
-    """Under a causal mask query i is where new token i is, else all are where the first is."""
+    """Asserts that queries are rotated by their positions: under a causal mask query i has that of
+    new token i, else all have that of the first new token."""
     ulp = torch.finfo(q.dtype).eps
     for i, n in enumerate(lengths.tolist()):
         step = 1 if causal else 0
@@ -83,7 +85,7 @@ def assert_rotated(found, q, cos, sin, lengths, causal, interleaved=False):
             torch.testing.assert_close(row, expected, rtol=ulp, atol=ulp)
 
 
-# (rotary_dim, whether neighbours are a pair): without vectors of the tables and with them.
+# (rotary_dim, interleaved): the tables are read without vector loads, or with them.
 ROTATIONS = (0, False), (12, False), (16, False), (24, True), (16, True)
 
 
@@ -100,7 +102,7 @@ def test_appended_tokens_are_in_the_cache_and_seen(config, paged, rotation):
         cos, sin = tables(config, generator, rotary_dim)
         options = {"rotary_cos": cos, "rotary_sin": sin}
         rotated = {"rotary": Rotary(int(causal), interleaved)}
-    # A launch is repeated on what the first one left: it writes the same again.
+    # Every launch runs on the cache that the one before left, and writes the same again.
     splits = Splits(3 if paged else 1)
     result = run(
         config, q, new, cache, where, LENGTHS, splits=splits, launches=2, **options, **rotated
@@ -134,7 +136,8 @@ def test_appended_tokens_are_in_the_cache_and_seen(config, paged, rotation):
 @pytest.mark.parametrize("paged", [False, True], ids=["entries", "pages"])
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda c: c.full_name)
 def test_a_layer_that_shares_a_plan_appends_bit_for_bit(config, paged, rotary_dim):
-    """Another cache, queries and new tokens; the kernel of the append then makes no plan."""
+    """A layer with another cache, other queries and other new tokens takes over a plan; the kernel
+    of the append then makes none."""
     _, first = inputs(config, 1)
     generator, second = inputs(config, 2)
     cache, where = cache_of(config, generator, paged)
@@ -158,7 +161,8 @@ def test_a_layer_that_shares_a_plan_appends_bit_for_bit(config, paged, rotary_di
 @pytest.mark.parametrize("paged", [False, True], ids=["entries", "pages"])
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda c: c.full_name)
 def test_tokens_without_a_place_are_dropped(config, paged):
-    """Lengths, entries and pages that do not exist; the sequence beside them is right."""
+    """Tokens at lengths, entries and pages that do not exist are dropped, and the sequence beside
+    them is right."""
     generator, (q, *new) = inputs(config, 7)
     cache, where = cache_of(config, generator, paged)
     (place, index), room = *where.items(), 80
@@ -185,7 +189,7 @@ def test_tokens_without_a_place_are_dropped(config, paged):
 @pytest.mark.parametrize("paged", [False, True], ids=["entries", "pages"])
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda c: c.full_name)
 def test_one_length_of_all_sequences_bit_for_bit(config, paged):
-    """Which the host knows; no tensor holds it."""
+    """The host knows the length, and no tensor holds it."""
     generator, (q, *new) = inputs(config, 3)
     cache, where = cache_of(config, generator, paged)
     cos, sin = tables(config, generator, 12)
@@ -196,13 +200,13 @@ def test_one_length_of_all_sequences_bit_for_bit(config, paged):
         assert torch.equal(result.outputs[name], expected.outputs[name]), name
 
 
-# (batch, query heads, key heads, new tokens, queries, rotary_dim): more vectors in a row than a CTA
-# has threads, and more rows than there are CTAs; queries alone are rotated.
+# (batch, query heads, key heads, new tokens, queries, rotary_dim): a row of more vectors than a CTA
+# has threads; no new tokens, so that only queries are rotated; more rows than there are CTAs.
 SIZES = (2, 90, 90, 150, 1, 0), (2, 36, 36, 3, 2, 16), (3, 4, 2, 0, 2, 16), (1, 2, 1, 300, 2, 16)
 
 
 def append(config, size, interleaved=False, **options):
-    """The result, and what it should be: keys, values and rotated queries."""
+    """Runs an append. Returns the result, and what the test compares it with."""
     b, h, h_k, new, queries, rotary_dim = size
     generator = torch.Generator().manual_seed(5)
     d, dtype = config.head_dim - 8, DTYPES[config.dtype]
@@ -244,7 +248,7 @@ def test_sizes(config, size):
     assert_appended(config, size)
 
 
-# Its tables have three vectors a row.
+# The rotation's tables have three vectors a row.
 WIDE = (2, 4, 2, 3, 2, 48)
 
 

@@ -45,7 +45,7 @@ def kernels():
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda s: "-".join(map(str, s)))
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda c: c.full_name)
 def test_gradients(config, shape):
-    """With sinks and a gradient of the log-sum-exp; tests below do without."""
+    """Gradients with sinks and a gradient of the log-sum-exp, which the tests below leave out."""
     problem = make_problem(config, shape, extras=True)
     check(problem, problem.run(config))
 
@@ -76,7 +76,7 @@ def test_every_schedule_gives_the_same_bits(config):
 @pytest.mark.skipif(not tiers.everything, reason="compiles for minutes: needs --all")
 @pytest.mark.parametrize("checker", CHECKERS)
 def test_checkers_are_silent(checker):
-    """Racecheck is always asked by :func:`test_unmutated_kernels_pass_the_same_checks`."""
+    """Racecheck always runs in :func:`test_unmutated_kernels_pass_the_same_checks`."""
     config = TOGETHER
     problem = make_problem(config, (1, 70, 100, 2, 1), extras=True)
     check(problem, problem.run(config, checker=checker, seed=3))
@@ -85,7 +85,7 @@ def test_checkers_are_silent(checker):
 @pytest.mark.parametrize("shape", SHAPES[1:5], ids=lambda s: "-".join(map(str, s)))
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda c: c.full_name)
 def test_work_done_is_the_work_planned(config, shape):
-    """And shared memory is read and written without bank conflicts."""
+    """Products are counted exactly, and shared memory has no bank conflicts."""
     bwd_checks.check_work_done(config, shape)
 
 
@@ -146,7 +146,7 @@ def test_sink_of_minus_infinity_equals_none(config):
 
 
 def test_peaked_probabilities():
-    """Scores of some hundreds: P is 0 or 1 nearly everywhere."""
+    """Scores are some hundreds, so that P is 0 or 1 nearly everywhere."""
     for config in PAIR:
         problem = make_problem(config, (1, 100, 150, 2, 1))
         problem = dataclasses.replace(problem, q=16 * problem.q)
@@ -187,7 +187,7 @@ PLANTED = (*MUTANTS, *FAULTLESS)
 
 @pytest.fixture(scope="module")
 def planted(tmp_path_factory):
-    """The kernels of all mutants by name."""
+    """Returns the kernels of all mutants by name."""
     return build_mutants(PLANTED, tmp_path_factory.mktemp("mutants"))
 
 

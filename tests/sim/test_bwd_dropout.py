@@ -35,7 +35,7 @@ def planted(tmp_path_factory):
 
 
 def make(config, shape, dropout_p=0.3, **options):
-    """A problem whose options are those of the reference, the mask among them."""
+    """Returns a problem whose options are those of the reference, the dropout mask among them."""
     problem = make_problem(config, shape, **options)
     b, seqlen_q, seqlen_k, h, _ = shape
     mask = dropout_mask(STATE, b, h, seqlen_q, seqlen_k, dropout_p)
@@ -52,7 +52,7 @@ def run(problem, config, **options):
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda s: "-".join(map(str, s)))
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda c: c.full_name)
 def test_gradients(config, shape):
-    """With sinks and a gradient of the log-sum-exp."""
+    """Gradients with sinks and a gradient of the log-sum-exp."""
     problem = make(config, shape, extras=True)
     check(problem, run(problem, config))
 
@@ -66,8 +66,8 @@ def test_probabilities(config, dropout_p):
 
 @pytest.mark.parametrize("config", EACH, ids=lambda c: c.full_name)
 def test_every_bit_of_the_mask(config):
-    """Scores are alike, and dO of each query is the unit vector of its number: the columns of dV
-    tell which keys it keeps."""
+    """Scores are equal, and dO of query i is the unit vector i, so that column i of dV shows which
+    keys query i keeps."""
     config = with_mask(config, "none") if config is TOGETHER else config
     seqlen_q, seqlen_k, h = config.head_dim, 150, 3
     problem = make(config, (2, seqlen_q, seqlen_k, h, h), 0.5)
@@ -115,7 +115,7 @@ def test_options_must_be_those_of_the_kernels():
         problem.run(TOGETHER)
 
 
-# Several entries, heads in groups, tiles and blocks; odd lengths.
+# Several batch entries, heads in groups, several tiles and blocks, and odd lengths.
 MUTANT_SHAPE = (2, 150, 133, 4, 2)
 
 

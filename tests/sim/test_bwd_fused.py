@@ -25,11 +25,12 @@ from planted import build_mutants
 from flashcute import heuristics, sim
 from flashcute.config import DTYPES, HEAD_DIMS, MASKS, BwdConfig, BwdTile
 
-# Four warps on a step, whose dQ is computed in two parts.
+# Four warps divide a step, whose dQ is computed in two parts.
 _FOUR = BwdTile(64, 128, 8, 1, 1, 4)
 FOUR = BwdConfig(80, "bf16", 64, "causal", _FOUR, _FOUR, fused=True)
 PAIR = (FUSED, DIVIDED)
-# Four warps divide the rows of dQ, as the head dimension has no columns for four; two stages.
+# Four warps divide the rows of dQ, as the head dimension has too few columns for four warps. It has
+# two stages.
 _UNEVEN = BwdTile(64, 64, 8, 2, 1, 2)
 UNEVEN = BwdConfig(80, "bf16", 32, "causal", _UNEVEN, _UNEVEN, fused=True)
 CONFIGS = [with_mask(config, mask) for config in PAIR for mask in MASKS]
@@ -48,7 +49,7 @@ def kernels():
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda s: "-".join(map(str, s)))
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda c: c.full_name)
 def test_gradients(config, shape):
-    """With sinks and a gradient of the log-sum-exp."""
+    """Gradients with sinks and a gradient of the log-sum-exp."""
     problem = make_problem(config, shape, extras=True)
     check(problem, problem.run(config))
 
@@ -80,7 +81,7 @@ def test_two_tiles_of_keys_add_to_dq_in_one_order(config):
 @pytest.mark.parametrize("checker", CHECKERS)
 @pytest.mark.parametrize("config", (*PAIR, ONE_STAGE), ids=lambda c: c.full_name)
 def test_checkers_are_silent(config, checker):
-    """Racecheck is always asked by :func:`test_unmutated_kernels_pass_the_same_checks`."""
+    """Racecheck always runs in :func:`test_unmutated_kernels_pass_the_same_checks`."""
     problem = make_problem(config, (1, 70, 100, 2, 1), extras=True)
     check(problem, problem.run(config, checker=checker, seed=3))
 
@@ -88,7 +89,7 @@ def test_checkers_are_silent(config, checker):
 @pytest.mark.parametrize("shape", SHAPES[1:5], ids=lambda s: "-".join(map(str, s)))
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda c: c.full_name)
 def test_work_done_is_the_work_planned(config, shape):
-    """And shared memory is read and written without bank conflicts."""
+    """Products are counted exactly, and shared memory has no bank conflicts."""
     bwd_checks.check_work_done(config, shape)
 
 
@@ -158,7 +159,7 @@ PLANTED = (*MUTANTS, *FAULTLESS)
 
 @pytest.fixture(scope="module")
 def planted(tmp_path_factory):
-    """The kernels of all mutants by name."""
+    """Returns the kernels of all mutants by name."""
     return build_mutants(PLANTED, tmp_path_factory.mktemp("mutants"))
 
 

@@ -1,4 +1,4 @@
-"""Query heads of a key head that are divided into parts, whose dK and dV are summed up."""
+"""The query heads of a key head are divided into parts, whose dK and dV are summed up."""
 
 import dataclasses
 
@@ -32,9 +32,9 @@ RAGGED = (
 )
 PLANTED = tiers.faults(mutants_bwd_head_parts.MUTANTS)
 COMPILED = [(config, "none") for config in (*DENSE, *RAGGED)]
-# b, seqlen_q, seqlen_k, h, h_k, and the parts of a key head.
+# b, seqlen_q, seqlen_k, h, h_k, and the number of parts of a key head.
 SHAPES = ((2, 100, 150, 8, 2, 2), (1, 150, 300, 6, 1, 3), (2, 70, 129, 4, 1, 4))
-PARTS = 2  # of ragged batches, of four query heads for two key heads
+PARTS = 2  # of a key head in ragged batches, which have four query heads for two key heads
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -44,7 +44,7 @@ def kernels():
 
 
 def sums_of(config, partial, scale, parts):
-    """dK and dV of the sums of the parts, and those of each part alone, in 16 bits."""
+    """Returns dK and dV, in 16 bits, from the sums over all parts, and from each part alone."""
     factors = torch.tensor([scale, 4 / 3 if config.dropout else 1.0], dtype=torch.float32)
     factors = factors.view(2, *[1] * (partial.dim() - 1))
     total = torch.zeros_like(partial[..., ::parts, :])
@@ -54,7 +54,8 @@ def sums_of(config, partial, scale, parts):
     return (total * factors).to(dtype), (partial * factors).to(dtype)
 
 
-# Each configuration has one of the shapes; tiles keep their order in kernels that can do both.
+# (configuration, shape, deterministic): each configuration takes one of the shapes; those of the
+# sm90 class, which can do both, take another one for deterministic gradients.
 CASES = [(config, SHAPES[i % len(SHAPES)], False) for i, config in enumerate(DENSE)]
 CASES += [(c, SHAPES[(i + 1) % len(SHAPES)], True) for i, c in enumerate(DENSE) if c.arch == 90]
 
@@ -79,7 +80,8 @@ def test_sums_are_those_of_key_heads_of_their_own(config, shape, deterministic):
 
 @pytest.mark.parametrize("config", RAGGED, ids=lambda c: c.full_name)
 def test_ragged_batches(config):
-    """With rows of no sequence, whose gradients are zeros, and behind tokens of none."""
+    """Rows of no sequence behind the batch have gradients of zeros, and lengths of overlapping
+    sequences are survived."""
     problem = make_ragged(config, SOME)
     result = problem.run(config, head_parts=PARTS, copy_mode="random")
     problem.check(result)

@@ -1,4 +1,4 @@
-"""Softcap and ALiBi in the backward of the sm80 class; test_bwd_varlen has ragged batches."""
+"""Softcap and ALiBi in the backward of the sm80 class; test_bwd_varlen.py tests ragged batches."""
 
 import dataclasses
 
@@ -33,14 +33,15 @@ def kernels():
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda s: "-".join(map(str, s)))
 @each
 def test_gradients(config, shape):
-    """With sinks and a gradient of the log-sum-exp."""
+    """Gradients with sinks and a gradient of the log-sum-exp."""
     problem = make_dense(config, shape)
     check(problem, run_dense(problem, config))
 
 
 @each
 def test_each_option_alone(config):
-    """A softcap far beyond the scores, and slopes of 0, are none."""
+    """A softcap far beyond the scores, and slopes of 0, change nothing, so that the other option is
+    alone."""
     for change in ({"softcap": 1e6}, {"alibi_slopes": torch.zeros(2, 4)}):
         problem = make_dense(config, (2, 100, 150, 4, 2), **change)
         result = run_dense(problem, config)
@@ -51,7 +52,7 @@ def test_each_option_alone(config):
 @pytest.mark.parametrize("cap", [0.01, 5.0, 50.0])
 @each
 def test_scores_far_beyond_the_cap(config, cap):
-    """Those that are capped have next to no derivative."""
+    """Scores far beyond the cap have a derivative of nearly 0."""
     problem = make_dense(config, (1, 100, 150, 2, 1), softcap=cap)
     problem = dataclasses.replace(problem, q=30 * problem.q)
     check(problem, run_dense(problem, config))

@@ -46,8 +46,8 @@ from flashcute.heuristics import bwd_with_options, sm90_bwd_config
 
 OPTIONS = ("softcap", "alibi", "dropout")
 SOME = [some for n in (1, 2, 3) for some in itertools.combinations(OPTIONS, n)]
-# Each loop with each option, and with several; tiles that are shared, of which sums of dV are
-# rescaled.
+# Each main loop with each option, and with several; with some of them CTAs share tiles, whose sums
+# of dV are rescaled.
 DENSE = (
     *(asking(ROWS, "local", *OPTIONS), SLOPED, DROPPED_64, asking(NARROWEST, "none", "softcap")),
     *(CAPPED, SLOPED_AND_CAPPED, DROPPED, asking(UNEVEN, "none", "dropout")),
@@ -58,9 +58,9 @@ RAGGED = (
     *(asking(COLUMNS, "local", "alibi", "varlen"), asking(WIDE, "causal", "alibi", "varlen")),
     *(asking(ROWS, "none", "dropout", "varlen"), asking(COLUMNS, "causal", *OPTIONS, "varlen")),
 )
-# With several, under a causal mask. Above d = 128 no tile of these begins at the diagonal.
+# All options at once under a causal mask, up to d = 128: above it no tile begins at the diagonal.
 SEVERAL = (asking(COLUMNS, "causal", *OPTIONS), asking(ROWS, "causal", *OPTIONS))
-# What others are compared with.
+# The kernel without options, with which others are compared.
 PLAIN = dataclasses.replace(SLOPED, alibi=False)
 OF_RAGGED = [dataclasses.replace(config, varlen=False) for config in RAGGED]
 COMPILED = [(config, "none") for config in (*DENSE, *RAGGED, *OF_RAGGED, *SEVERAL, PLAIN)]
@@ -88,7 +88,7 @@ def planted(tmp_path_factory):
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda s: "-".join(map(str, s)))
 @each
 def test_gradients(config, shape):
-    """With sinks and a gradient of the log-sum-exp."""
+    """Gradients with sinks and a gradient of the log-sum-exp."""
     problem = make_dense(config, shape)
     check(problem, run_dense(problem, config, copy_mode="random"))
 
@@ -103,7 +103,8 @@ def test_gradients_of_ragged_batches(config, batch):
 @pytest.mark.parametrize("parts", [1, 2])
 @each_ragged
 def test_gradients_of_ragged_batches_are_repeatable(config, parts):
-    """Some sequences have several tiles of keys; and where a key head's query heads are divided."""
+    """Some sequences have several tiles of keys. With two parts a key head's query heads are
+    divided."""
     problem = make_ragged(config, ((140, 300, 1), (300, 260, 70)))
     ordered = functools.partial(problem.run, config, deterministic=True, head_parts=parts)
     result = ordered(sms=4)
@@ -115,7 +116,7 @@ def test_gradients_of_ragged_batches_are_repeatable(config, parts):
 @pytest.mark.parametrize("deterministic", [False, True])
 @each
 def test_several_tiles_of_keys(config, deterministic):
-    """Shared by query heads and workers, with sums of dQ that have an order or none."""
+    """Query heads and CTAs share the tiles of keys; sums of dQ have a fixed order or none."""
     problem = make_dense(config, (1, 300, 400, 4, 2))
     result = run_dense(problem, config, deterministic=deterministic, sms=4)
     check(problem, result)
@@ -136,7 +137,7 @@ def test_short_tiles_of_long_heads_begin_at_the_diagonal(config):
     "config", [CAPPED, DROPPED, SLOPED, DROPPED_WIDE, *SEVERAL], ids=lambda c: c.full_name
 )
 def test_query_heads_in_parts(config, parts):
-    """Each has its own slope and draws of its own; sums of dV are rescaled as dV is."""
+    """Each head keeps its own slope and its own dropout mask; sums of dV are rescaled as dV is."""
     problem = make_dense(config, (2, 100, 150, 8, 2))
     check(problem, run_dense(problem, config, head_parts=parts))
 
@@ -144,7 +145,7 @@ def test_query_heads_in_parts(config, parts):
 @pytest.mark.parametrize("cap", [0.01, 5.0, 50.0])
 @pytest.mark.parametrize("config", CAPPING, ids=lambda c: c.full_name)
 def test_scores_far_beyond_the_cap(config, cap):
-    """Those that are capped have next to no derivative."""
+    """Scores far beyond the cap have a derivative of nearly 0."""
     problem = make_dense(config, (1, 100, 150, 2, 1), softcap=cap)
     problem = dataclasses.replace(problem, q=30 * problem.q)
     check(problem, run_dense(problem, config))
@@ -180,8 +181,8 @@ def dropped(dropout_p, *sizes):
 
 @pytest.mark.parametrize("config", DROPPING, ids=lambda c: c.full_name)
 def test_every_bit_of_the_mask(config):
-    """Scores are alike, and dO of d queries at a time is the unit vector of their number, of others
-    zero: the columns of dV tell which keys they keep."""
+    """Scores are equal. dO of d queries at a time is the unit vector of the query's number, and 0
+    for all other queries, so that the columns of dV show which keys these queries keep."""
     d, seqlen_k, h = config.head_dim, 300, 3
     n = max(d, config.dkv.step)
     problem = make_dense(config, (2, n, seqlen_k, h, h), **dropped(DROPOUT_P, 2, h, n, seqlen_k))
@@ -206,7 +207,7 @@ def test_every_bit_of_the_mask(config):
 
 @each_ragged
 def test_equal_lengths_equal_a_dense_batch(config):
-    """dK and dV, whose sums have one order, bit for bit; all else within the tolerance."""
+    """dK and dV, whose sums have one order, are equal bit for bit, all else within tolerance."""
     batch = ((200, 200), (300, 300))
     ragged = make_ragged(config, batch, h=4, h_k=2, more=0)
     result = ragged.run(config)

@@ -26,8 +26,9 @@ from flashcute import sim
 from flashcute.config import BWD_OPTIONS, MASKS, ROW_STATS_MULTIPLE, SEMAPHORE_ROWS
 from flashcute.heuristics import bwd_with_options
 
-# Up to eleven tiles of keys; queries that see no key, in groups of heads; heads that are scheduled
-# by two, and one. The last number is of SMs: fewer than tiles wait for each other.
+# b, seqlen_q, seqlen_k, h, h_k, SMs: up to eleven tiles of keys; queries that see no key, with
+# heads in groups; heads that are scheduled two at a time, and one at a time. There are fewer SMs
+# than tiles that wait for each other.
 SHAPES = (
     (2, 140, 700, 2, 1, 4),
     (1, 300, 200, 4, 2, 6),
@@ -36,14 +37,14 @@ SHAPES = (
 )
 DENSE = [with_mask(config, mask) for config in (FUSED, DIVIDED) for mask in MASKS] + [ONE_STAGE]
 RAGGED = [bwd_with_options(config, varlen=True) for config in DENSE[:6]]
-IN_REGISTERS = asking(FUSED, "causal", *BWD_OPTIONS[:3])  # P, and two stages
+IN_REGISTERS = asking(FUSED, "causal", *BWD_OPTIONS[:3])  # P is in registers, with two stages
 WITH_OPTIONS = [c for c in (*DENSE_WITH_OPTIONS, *RAGGED_WITH_OPTIONS) if c.fused and c.dropout]
 WITH_OPTIONS.append(IN_REGISTERS)
 COMPILED = [(config, "none") for config in (*DENSE, *RAGGED, *WITH_OPTIONS)]
-# The first tiles of this window visit fewer blocks than those behind them.
+# With the window OF_RISING the first tiles visit fewer blocks than those behind them.
 RISING = ((300, 100), (300, 100))
 OF_RISING = (0, 190)
-# Two are as long as each other, and one has no keys.
+# Two sequences have the same lengths, and one has no keys.
 TURNS = ((130, 0, 40, 200, 90, 40), (500, 70, 300, 260, 0, 300))
 MANY = (9,) * 200, (17, 70) * 100
 CAUSAL = [config for config in RAGGED if config.mask == "causal"]
@@ -59,7 +60,8 @@ def kernels():
 
 
 def check_semaphores(result, config, n: int, m: int, heads: int) -> int:
-    """Each ends with the number of tiles that visit its blocks. Returns how many were drawn."""
+    """Asserts that each semaphore ends with the number of tiles that visit its block. Returns how
+    many tiles were drawn."""
     counts = visitors(n, m, config.mask, ROW_STATS_MULTIPLE, config.dkv.rows)
     *found, drawn = result.outputs["dq_semaphore"].tolist()
     words = len(found) // heads
@@ -115,13 +117,14 @@ def test_gradients_of_a_ragged_batch_are_repeatable(config):
 
 @pytest.mark.parametrize("config", [c for c in RAGGED if c.mask == "local"], ids=lambda c: c.name)
 def test_tiles_of_a_plan_are_in_order(config):
-    """On one SM a tile that came ahead of one it waits for would wait for ever."""
+    """On one SM a tile that comes ahead of one for which it waits would wait for ever."""
     problem = make_ragged(config, RISING, window_size=OF_RISING)
     problem.check(problem.run(config, sms=1, deterministic=True))
 
 
 def tiles_in_turns(config, batch, more, size):
-    """(segment, tile) in a plan's order. Sequence i is segment 2 i + 1, rows of none the last."""
+    """Yields (segment, tile) in the order of a plan in which ``size`` sequences take turns.
+    Sequence i is segment 2 i + 1; the last segment is rows of no sequence."""
     segments = [(0, 0)]
     for n, m in zip(*batch, strict=True):
         step = config.dkv.step
@@ -134,10 +137,11 @@ def tiles_in_turns(config, batch, more, size):
 
 
 def check_turns(config, batch, size, sms, longest=None, **heads):
-    """As many sequences take turns, in groups as equal as can be. The bits stay.
+    """Asserts that in the plan ``size`` sequences at a time take turns, and that the gradients have
+    the bits of another number of SMs.
 
     Args:
-        longest: ``max_seqlen_q``.
+        longest: ``max_seqlen_q``; None for the default.
     """
     problem = make_ragged(config, batch, **heads)
     bound = {} if longest is None else {"max_seqlen_q": longest}
@@ -173,7 +177,7 @@ def test_a_bound_that_is_too_large_leaves_as_many_turns(config):
 
 
 def test_of_many_sequences_none_takes_turns():
-    """Of more than 127, which would take long to rank."""
+    """None of more than 127 sequences takes turns, as so many would take long to rank."""
     config = CAUSAL[0]
     problem = make_ragged(config, MANY, h=1, h_k=1)
     result = problem.run(config, sms=8, deterministic=True)
@@ -183,7 +187,7 @@ def test_of_many_sequences_none_takes_turns():
 
 @pytest.mark.parametrize("config", WITH_OPTIONS, ids=lambda c: c.full_name)
 def test_gradients_with_all_options_are_repeatable(config):
-    """Up to five tiles visit a block, at least three of most."""
+    """Up to five tiles visit a block, and at least three visit most blocks."""
     window = {"window_size": WINDOW} if config.mask == "local" else {}
     if config.varlen:
         problem = make_ragged(config, ((130, 0, 40), (500, 70, 300)), **window)

@@ -1,4 +1,4 @@
-"""Repeatable gradients of the sm90 class, whose tiles of keys add to dQ in their order."""
+"""Repeatable gradients of the sm90 class, for which tiles of keys add to dQ in a fixed order."""
 
 import functools
 
@@ -24,16 +24,16 @@ from flashcute import sim
 from flashcute.config import MASKS
 from flashcute.heuristics import bwd_with_options
 
-# Three and six tiles of keys up to d = 128, which more CTAs than these compute; queries that see no
-# key, in groups of heads. The last number is of SMs.
+# b, seqlen_q, seqlen_k, h, h_k, SMs: six tiles of keys; two tiles of keys, with queries that see no
+# key and heads in groups. There are more tiles than SMs.
 SHAPES = ((2, 140, 700, 2, 1, 4), (1, 300, 200, 4, 2, 6))
-# Of each way to write dQ; the others differ in sizes.
+# One configuration for each way to write dQ; the others differ from these in sizes.
 DENSE = [with_mask(config, mask) for config in (ROWS, COLUMNS, WIDE) for mask in MASKS]
 RAGGED = [bwd_with_options(config, varlen=True) for config in DENSE]
 COMPILED = [(config, "none") for config in (*DENSE, *RAGGED)]
 LONG = ((300, 40, 500), (500, 300, 500))
-# The first tiles of this window visit fewer blocks than those behind them, of which none may come
-# first, as it would wait for ever on one SM.
+# With the window OF_RISING the first tiles visit fewer blocks than those behind them. None of these
+# may come before the first tiles, as it would wait for ever on one SM.
 RISING = ((1100, 100), (1100, 100))
 OF_RISING = (0, 700)
 # Long sequences, whose tiles have different numbers of blocks.
@@ -86,7 +86,7 @@ def ragged_problem(config, batch, window):
         pytest.param(config, batch, id=f"{config.full_name}-{name}")
         for config in RAGGED
         for name, batch in (("some", SOME), ("long", LONG))
-        # Clusters take as long as all others together.
+        # Configurations with clusters take as long as all others together.
         if tiers.everything or config.cluster == 1 or name == "some"
     ],
 )

@@ -31,25 +31,27 @@ from flashcute.config import DTYPES, HEAD_DIMS, MASKS
 
 EVERY = (ROWS, COLUMNS, UNEVEN, WIDE, WIDEST)
 CONFIGS = [with_mask(config, mask) for config in EVERY for mask in MASKS]
-CONFIGS.append(NARROWEST)  # K and V in registers alone
+CONFIGS.append(NARROWEST)  # holds K and V in registers alone
 COMPILED = [(config, "none") for config in (*CONFIGS, ASKING, ONE_STAGE)]
-# And several tiles for a CTA, whose keys are cut by the end.
+# Several tiles for a CTA, the last of which is cut by the end of the keys.
 LONG = (1, 300, 700, 2, 1)
-# On three SMs the CTAs own heads, of one and two tiles of keys, and of two query heads.
+# On three SMs each CTA owns heads, which have one or two tiles of keys, or two query heads.
 OWNED = ((6, 70, 128, 1, 1), (1, 100, 120, 12, 6), (3, 100, 256, 1, 1))
-# Four waves of tiles on as many SMs, of which heads have two to four, so that the first one stores
-# dQ and the others add to it. b, seqlen_q, seqlen_k, h, h_k, SMs.
+# b, seqlen_q, seqlen_k, h, h_k, SMs: four waves of tiles, with two to four tiles a head, so that a
+# head's first tile stores dQ and the others add to it.
 STORED_FIRST = ((3, 140, 500, 4, 2, 4), (5, 129, 400, 2, 1, 4), (4, 140, 300, 4, 2, 6))
-# CTAs or clusters share the tiles that are left by whole waves, at last all. b, seqlen_q, seqlen_k,
-# h, h_k, CTAs or clusters. Where tiles are of clusters, half as many queries are as many steps.
+# b, seqlen_q, seqlen_k, h, h_k, and CTAs or clusters: these share the tiles that whole waves leave
+# over, and in the last shape all tiles. Where clusters compute tiles, :func:`sharing_problem` takes
+# half as many queries, for as many steps.
 SHARED = (
     (1, 1500, 100, 4, 4, 3),
     (1, 3200, 100, 5, 5, 3),
     (1, 1500, 200, 4, 2, 3),
     (1, 3200, 100, 2, 2, 5),
 )
-# All but the first and the last on three SMs, one with queries that see no key, whose sums are
-# zeros first; the last one's tiles have one step, behind which V is released ahead of any fence.
+# Shapes for planted faults. All but the first and the last are for three SMs; one has queries that
+# see no key, whose sums are zeros first. Tiles of the last shape have one step, after which V is
+# released ahead of any fence.
 MUTANT_SHAPES = (LONG, *OWNED[1:], (4, 300, 300, 2, 1), (4, 450, 300, 2, 1), (1, 20, 200, 1, 1))
 PLAIN = [with_mask(config, "none") for config in EVERY]
 STORING = [config for config in CONFIGS if config.mask != "local"]
@@ -79,7 +81,7 @@ def test_gradients(config, shape):
 @pytest.mark.parametrize("shape", OWNED, ids=lambda s: "-".join(map(str, s)))
 @pytest.mark.parametrize("config", NARROW, ids=name_of)
 def test_heads_owned_by_a_cta(config, shape):
-    """One CTA adds to their sums of dQ, which have a place for each CTA."""
+    """Only one CTA adds to a head's sums of dQ, so that these have a place for each CTA."""
     problem = make_problem(config, shape, extras=True)
     first = problem.run(config)
     check(problem, first)
@@ -93,7 +95,7 @@ def test_heads_owned_by_a_cta(config, shape):
 
 @pytest.mark.parametrize("config", STORING, ids=name_of)
 def test_first_tiles_store_dq(config):
-    """Others add theirs once the semaphore of a block says so, which every launch resets."""
+    """The other tiles add to dQ once the semaphore of a block says so; every launch resets it."""
     for seed, (copy_mode, (*shape, sms)) in enumerate(
         zip(sim.COPY_MODES, STORED_FIRST, strict=True)
     ):
@@ -118,7 +120,7 @@ def sharing_problem(config, b, seqlen_q, seqlen_k, h, h_k, workers):
 
 @pytest.mark.parametrize("config", PLAIN, ids=name_of)
 def test_tiles_of_the_last_wave_are_shared(config):
-    """Who has the first visits of one leaves sums of dK and dV to who has the last ones."""
+    """The CTA with a tile's first visits leaves its sums of dK and dV to the one with the last."""
     modes = itertools.cycle(sim.COPY_MODES)
     for seed, (copy_mode, shape) in enumerate(zip(modes, SHARED, strict=False)):
         problem = sharing_problem(config, *shape)
@@ -155,7 +157,7 @@ def test_two_tiles_of_keys_add_to_dq_in_one_order(config):
 @pytest.mark.parametrize("sms", [1, 2, 3])
 @pytest.mark.parametrize("config", EVERY, ids=name_of)
 def test_few_sms(config, sms):
-    """Fewer than a cluster has CTAs, and a number that whole clusters do not use up."""
+    """SMs are fewer than a cluster's CTAs, or of a number that whole clusters do not use up."""
     problem = make_problem(config, LONG)
     check(problem, problem.run(config, sms=sms))
 
@@ -173,24 +175,24 @@ def test_only_gradients_that_are_wanted_are_written(config, shape, wanted):
 
 
 def instructions(config):
-    """wgmmas of a visit: k16 steps of S, dP, dV and dK of each 64 keys, which one warpgroup
-    computes, and of dQ in each of the two; of all CTAs of a cluster."""
+    """Returns the wgmmas of a visit in all CTAs of a cluster: the k16 steps of S, dP, dV and dK for
+    each 64 keys, which one warpgroup computes, and those of dQ in both warpgroups."""
     d, keys, queries = config.head_dim, config.cluster * config.dkv.rows, config.dkv.step
     return keys // 64 * (2 * d // 16 + 2 * queries // 16) + 2 * config.cluster * keys // 16
 
 
 def stored_blocks(result):
-    """Blocks of queries, of all heads, whose first sums of dQ a tile has stored."""
+    """Returns for how many blocks of queries, of all heads, a tile has stored the first sums."""
     return (result.outputs["dq_semaphore"][:-1] > 0).sum().item()  # the last one counts tiles
 
 
 def wrong_counts(config, problem, result):
     counters = result.counters
     b, _, h, _ = problem.q.shape
-    # The CTAs of a cluster share a tile.
+    # The CTAs of a cluster share a tile of keys.
     of_all_heads = b * h * visits(problem, config.dkv.step, config.cluster * config.dkv.rows)
     dq_bytes = 4 * config.dkv.step * config.head_dim
-    # Semaphores count sums of shared tiles otherwise.
+    # Where tiles are shared, semaphores count something else than stored blocks.
     shares = "dkv_partial" in result.outputs and not result.outputs["dkv_partial"].isnan().all()
     stored = 0 if shares else stored_blocks(result)
     return (
@@ -203,7 +205,7 @@ def wrong_counts(config, problem, result):
 @pytest.mark.parametrize("shape", (*SHAPES[1:5], LONG), ids=lambda s: "-".join(map(str, s)))
 @pytest.mark.parametrize("config", CONFIGS, ids=name_of)
 def test_work_done_is_the_work_planned(config, shape):
-    """And shared memory is read and written without bank conflicts."""
+    """Products are counted exactly, and shared memory has no bank conflicts."""
     problem = make_problem(config, shape)
     assert not wrong_counts(config, problem, passed(problem.run(config)))
 
@@ -268,14 +270,15 @@ PLANTED = (*MUTANTS, *FAULTLESS)
 
 @pytest.fixture(scope="module")
 def planted(tmp_path_factory):
-    """The kernels of all mutants by name."""
+    """Returns the kernels of all mutants by name."""
     return build_mutants(PLANTED, tmp_path_factory.mktemp("mutants"))
 
 
 @functools.cache
 def problems_of(config):
-    """Then some in which other CTAs store dQ at the same time, above d = 128 another cluster, and
-    some in which they share tiles: under several schedules, as a fault shows under some of them."""
+    """Returns the problems for planted faults: those of :func:`mutant_problems`, then some in which
+    other CTAs, above d = 128 another cluster, store dQ at the same time, and some in which CTAs
+    share tiles. They run under several schedules, as a fault shows only under some."""
     problems = [*mutant_problems(config, *MUTANT_SHAPES)]
     *shape, sms = STORED_FIRST[0]
     several = [(shape, sms, seed) for seed in (1, 2, 3, 5)]

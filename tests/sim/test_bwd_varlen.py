@@ -1,4 +1,5 @@
-"""Ragged batches in the backward of the sm80 class: plans of queries and of keys, all options."""
+"""Ragged batches in the backward of the sm80 class: plans of query tiles and of key tiles, and all
+options."""
 
 import dataclasses
 import itertools
@@ -72,7 +73,7 @@ def test_without_extras(config):
 
 @each
 def test_rows_that_are_not_used(config):
-    """They are NaN, as what lies behind the sequences, and their gradients are 0."""
+    """Unused rows are NaN, like the rows behind the sequences, and their gradients are 0."""
     problem = make_ragged(config, SOME, used=((64, 1, 0, 0, 129, 0), (130, 20, 3, 0, 0, 0)))
     problem.check(problem.run(config))
 
@@ -80,7 +81,7 @@ def test_rows_that_are_not_used(config):
 @pytest.mark.parametrize(("n", "m"), [(1, 0), (127, 3), (128, 128), (300, 1)])
 @each_kind
 def test_rows_before_the_first_sequence(config, n, m):
-    """Likewise; also where no sequence follows."""
+    """Rows before the first sequence are NaN and have gradients of 0, also if none follows."""
     for batch in (SOME, ((), ())):
         problem = Behind(make_ragged(config, batch), n, m)
         problem.check(problem.run(config))
@@ -95,7 +96,7 @@ def test_padding_around_the_tokens(config):
 
 @each_causal
 def test_bound_below_a_length(config):
-    """Rows from max_seqlen_q on are as those that are not used."""
+    """A sequence's rows from max_seqlen_q on count as unused."""
     used = tuple(min(n, 100) for n in SOME[0]), SOME[1]
     problem = make_ragged(config, SOME, used=used)
     given = {"seqused_q": None, "seqused_k": None, "max_seqlen_q": 100}
@@ -106,7 +107,8 @@ def test_bound_below_a_length(config):
 
 @each_causal
 def test_equal_lengths_equal_a_dense_batch(config):
-    """Bit for bit; of more keys than two tiles, where gradients are to be repeatable."""
+    """They are equal bit for bit; with more than two tiles of keys, where deterministic gradients
+    are asked for."""
     dense = dataclasses.replace(config, varlen=False)
     for n, m in ((100, 70), (70, min(150, config.repeatable_keys)), (70, 200)):
         repeatable = {"deterministic": m == 200}
@@ -123,7 +125,7 @@ def test_equal_lengths_equal_a_dense_batch(config):
 
 @each_kind
 def test_neighbours_do_not_matter(config):
-    """Not in one bit: a sequence among others of NaN is as alone."""
+    """A sequence among others of NaN has every bit that it has alone."""
     for m, repeatable in ((min(170, config.repeatable_keys), False), (170, True)):
         batch = (40, 150, 60), (50, m, 90)
         problem = make_ragged(config, batch)
@@ -142,7 +144,8 @@ def test_what_is_infinite_stays_in_its_sequence(config):
 
 @pytest.mark.parametrize("config", PLAIN, ids=lambda c: c.full_name)
 def test_keys_behind_the_last_one_do_not_count(config):
-    """Scores are far below 0, so that exp(0 - LSE), of a row of zeros, is infinite."""
+    """Scores are far below 0, so that exp(0 - LSE), for a row of zeros behind the keys, is
+    infinite."""
     problem = make_ragged(config, ((129, 65), (150, 20)), extras=False)
     problem = dataclasses.replace(problem, q=problem.q / 8 + 5, k=problem.k / 8 - 5)
     problem.check(problem.run(config))
@@ -150,7 +153,8 @@ def test_keys_behind_the_last_one_do_not_count(config):
 
 @pytest.mark.parametrize("config", (*CAUSAL, EVERY[0]), ids=lambda c: c.full_name)
 def test_order_of_sequences_does_not_matter(config):
-    """Bit for bit, but for a mask of dropout; launched twice, as the plans are overwritten."""
+    """Gradients are equal bit for bit; dropout is left out, as its mask depends on the order. The
+    kernels are launched twice, as they overwrite the plans."""
     if config.dropout:
         config = dataclasses.replace(config, dropout=False)
     problem = make_ragged(config, SOME, more=0)
@@ -201,7 +205,7 @@ def test_more_sequences_than_the_planner_has_threads(config):
 
 
 def run_hostile(config, name, **options):
-    """Results mean nothing then, but each access stays inside."""
+    """Runs a hostile batch. Its results are undefined, but each access must stay inside."""
     passed(make_hostile(config, name).run(config, **options))
 
 
@@ -214,8 +218,7 @@ each_hostile = pytest.mark.parametrize("config", HOSTILE_TO, ids=lambda c: c.ful
 @pytest.mark.parametrize("name", HOSTILE)
 @each_hostile
 def test_no_lengths_reach_beyond_the_tensors(config, name):
-    """By what the simulator itself checks: copies to shared memory, stores of 16 bytes and
-    reductions."""
+    """The simulator itself checks copies to shared memory, stores of 16 bytes and reductions."""
     run_hostile(config, name)
 
 
@@ -256,7 +259,7 @@ def test_tiles_in_use(dtype, head_dim):
 
 
 def find_fault(kernel):
-    """The report of a run, or "numerics" where results are wrong; None: neither."""
+    """Returns the report of a run, "numerics" if results are wrong, or None."""
     config = mutants_bwd_varlen.CONFIG
     for batch, more in (((40, 130, 1, 100), (130, 70, 40, 33)), 5), (SOME, 70), (((), ()), 5):
         problem = make_ragged(config, batch, more=more)

@@ -49,16 +49,17 @@ def ragged(config):
 PAIR = (ragged(ROWS), ragged(COLUMNS))
 CONFIGS = [with_mask(config, mask) for config in PAIR for mask in MASKS] + [*map(ragged, OTHERS)]
 COMPILED = [(config, "none") for config in (*CONFIGS, ragged(WIDE), ROWS, COLUMNS)]
-# Several tiles of keys, and of queries, which two CTAs take from a queue.
+# Several tiles of keys and several blocks of queries; two CTAs take the tiles from a queue.
 LONG = ((300, 40, 500), (200, 300, 500))
-# In four waves of tiles and more on four SMs, of which the first ones store dQ.
+# On four SMs these tiles take four waves and more, so that first tiles store dQ.
 STORING = ((300, 40, 200, 0, 150), (300, 500, 130, 100, 0))
-# Of more than eight tiles of keys on average: sorted plans, and where all are alike, of levels.
+# Sequences of more than eight tiles of keys on average. SORTED has a sorted plan, and LEVELS, whose
+# sequences are alike, one by levels.
 SORTED = ((70, 700, 1, 300), (900, 2300, 200, 1000))
 LEVELS = ((650, 650), (1300, 1300))
-# Likewise, with tiles of as many blocks in two sequences, whose first ones store dQ.
+# A sorted plan, too, in which two sequences have tiles of as many blocks, and first tiles store dQ.
 EQUALLY_LONG = ((1000, 950, 1), (1900, 1900, 60))
-# Many tiles of keys that no query sees, among others.
+# Many tiles of keys that no query sees, and other tiles among them.
 UNSEEN = ((64, 0, 40), (130, 1500, 40))
 
 
@@ -99,14 +100,14 @@ def test_without_extras(config):
 
 @each
 def test_rows_that_are_not_used(config):
-    """They are NaN, as what lies behind the sequences, and their gradients are 0."""
+    """Unused rows are NaN, like the rows behind the sequences, and their gradients are 0."""
     problem = make_ragged(config, SOME, used=((64, 1, 0, 0, 129, 0), (130, 20, 3, 0, 0, 0)))
     problem.check(problem.run(config))
 
 
 @pytest.mark.parametrize(("n", "m"), [(1, 0), (127, 3), (128, 128), (300, 1)])
 def test_rows_before_the_first_sequence(n, m):
-    """Likewise; also where no sequence follows."""
+    """Rows before the first sequence are NaN and have gradients of 0, also if none follows."""
     for batch in (SOME, ((), ())):
         problem = Behind(make_ragged(PAIR[0], batch), n, m)
         problem.check(problem.run(PAIR[0]))
@@ -121,7 +122,7 @@ def test_padding_around_the_tokens(config):
 
 @each_causal
 def test_bound_below_a_length(config):
-    """Rows from max_seqlen_q on are as those that are not used."""
+    """A sequence's rows from max_seqlen_q on count as unused."""
     used = tuple(min(n, 100) for n in SOME[0]), SOME[1]
     problem = make_ragged(config, SOME, used=used)
     given = {"seqused_q": None, "seqused_k": None, "max_seqlen_q": 100}
@@ -136,7 +137,7 @@ def test_what_is_infinite_stays_in_its_sequence(config):
 @pytest.mark.parametrize(("n", "m"), [(100, 70), (70, 128), (300, 200), (1100, 1100)])
 @pytest.mark.parametrize("dense", [ROWS, COLUMNS], ids=lambda c: c.full_name)
 def test_equal_lengths_equal_a_dense_batch(dense, n, m):
-    """Bit for bit, where the order of the sums of dQ is one."""
+    """They are equal bit for bit, where the sums of dQ have only one order."""
     config = ragged(dense)
     problem = make_problem(dense, (3, n, m, 4, 2), extras=True)
     expected = problem.run(dense, sms=1)
@@ -152,7 +153,7 @@ def test_equal_lengths_equal_a_dense_batch(dense, n, m):
 
 @each_causal
 def test_neighbours_do_not_matter(config):
-    """Not in one bit: a sequence among others of NaN is as alone, but for the order of sums."""
+    """A sequence among others of NaN has the bits that it has alone, but for the order of sums."""
     batch = (40, 150, 60), (50, 128, 90)
     problem = make_ragged(config, batch)
     for i in range(3):
@@ -164,7 +165,8 @@ def test_neighbours_do_not_matter(config):
 
 @each_causal
 def test_order_of_sequences_does_not_matter(config):
-    """Bit for bit but for dQ; launched twice, as the plan and the queue are used again."""
+    """Gradients but dQ are equal bit for bit. The kernels are launched twice, as the plan and the
+    queue are used again."""
     problem = make_ragged(config, SOME, more=0)
     other, parts = permuted(problem, SOME, ORDER)
     result = other.run(config, launches=2)
@@ -177,7 +179,7 @@ def test_order_of_sequences_does_not_matter(config):
 @pytest.mark.parametrize(("mask", "window"), [("none", (500, 500)), ("causal", (500, 0))])
 def test_window_that_covers_all_equals_none(mask, window):
     local, plain = (with_mask(PAIR[0], kind) for kind in ("local", mask))
-    # With query heads in groups the order of a window's steps is another one.
+    # With query heads in groups the steps of a window have another order than those of other masks.
     problem = make_ragged(local, SOME, h=2, h_k=2, window_size=window)
     options = {**problem.options, "causal": mask == "causal", "window_size": (-1, -1)}
     expected = dataclasses.replace(problem, options=options).run(plain)
@@ -186,8 +188,9 @@ def test_window_that_covers_all_equals_none(mask, window):
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda c: c.full_name)
 def test_first_tiles_store_dq_of_sequences_where_it_pays(config):
-    """Others have zeros. One has more tiles of keys than steps, one queries that see no key, one no
-    keys at all. Bits of dK and dV do not depend on it."""
+    """The other sequences start from zeros. One sequence has more tiles of keys than steps, one has
+    queries that see no key, and one has no keys at all. The bits of dK and dV do not depend on
+    whether first tiles store dQ."""
     local = config.mask == "local"
     problem = make_ragged(config, STORING, **{"window_size": (60, 20)} if local else {})
     adding = passed(problem.run(config, sms=64))
@@ -204,7 +207,7 @@ def test_first_tiles_store_dq_of_sequences_where_it_pays(config):
 
 @pytest.mark.parametrize("sms", [1, 2])
 def test_tiles_of_a_window_wait_for_tiles_drawn_before_them(sms):
-    """Those inside of a sequence have more blocks than its first one, and must not come first."""
+    """Tiles inside a sequence have more blocks than its first tile, but must not come before it."""
     config = with_mask(PAIR[1], "local")
     batch = (1500, 100), (1500, 100)
     problem = make_ragged(config, batch, h=1, h_k=1, window_size=(300, 300))
@@ -234,7 +237,8 @@ def test_only_gradients_that_are_wanted_are_written(wanted):
 
 
 def wrong_counts(config, batch, result, heads=4):
-    """Of the visits that the masks of the sequences ask for, by all query heads."""
+    """Returns whether counters differ from those of the visits that the sequences' masks require,
+    summed over all query heads."""
     n = 0
     for length in zip(*batch, strict=True):
         if length[0] and length[1]:
@@ -257,7 +261,8 @@ def test_work_done_is_the_work_planned(config, batch):
 
 
 def planned(config, batch):
-    """(sequence, tile of its keys, blocks of queries that see it) in the order of the plan."""
+    """Returns (sequence, tile of its keys, number of blocks of queries that see it) in the plan's
+    order."""
     problem = make_ragged(config, batch, h=1, h_k=1)
     result = problem.run(config)
     problem.check(result)
@@ -266,7 +271,7 @@ def planned(config, batch):
     found = []
     for m_block, _, _, seqlen_q, seqlen_k, sequence, *rest in tiles:
         assert rest == [1, -1]
-        if seqlen_q > 0:  # else of no sequence, or without queries
+        if seqlen_q > 0:  # other tiles are of no sequence, or of one without queries
             first_key = m_block * config.cluster * config.dkv.rows
             first_query = max(first_key - (seqlen_k - seqlen_q), 0)
             blocks = -(-seqlen_q // config.dkv.step) - first_query // config.dkv.step
@@ -277,7 +282,7 @@ def planned(config, batch):
 
 @pytest.mark.parametrize("config", (*PAIR, ragged(WIDE)), ids=lambda c: c.full_name)
 def test_short_sequences_come_one_after_the_other(config):
-    """The longest first; what is a third shorter is another bucket."""
+    """The longest sequence comes first; one that is a third shorter is in another bucket."""
     lengths = (40, 500, 1, 0, 130, 300)
     found = planned(config, (lengths, lengths))
     order = list(dict.fromkeys(sequence for sequence, _, _ in found))
@@ -291,7 +296,8 @@ def test_short_sequences_come_one_after_the_other(config):
 @pytest.mark.parametrize("batch", [SORTED, LEVELS], ids=name_of)
 @each_causal
 def test_longest_tiles_of_long_sequences_come_first(config, batch):
-    """But for the first one of each sequence, for which others of it may wait."""
+    """The first tile of each sequence comes even earlier, as the sequence's other tiles may wait
+    for it."""
     found = planned(config, batch)
     first = {sequence: i for i, (sequence, m, _) in enumerate(found) if m == 0}
     assert all(first[sequence] <= i for i, (sequence, _, _) in enumerate(found))
@@ -310,7 +316,7 @@ def test_more_sequences_than_the_planner_has_threads():
 @pytest.mark.parametrize("name", HOSTILE)
 @each_causal
 def test_no_lengths_reach_beyond_the_tensors(config, name):
-    """Results mean nothing then. By what the simulator itself checks: TMA, reductions, stores."""
+    """Results are undefined then; the simulator itself checks TMA copies, reductions and stores."""
     passed(make_hostile(config, name).run(config))
 
 
@@ -321,13 +327,13 @@ def test_checkers_are_silent(checker):
     problem = make_ragged(config, ((70, 0, 130), (100, 50, 40)), h=2, h_k=1)
     problem.check(problem.run(config, checker=checker))
     for name in HOSTILE:
-        # Tiles of sequences that overlap write the same gradients: a race that means no harm.
+        # Tiles of overlapping sequences write the same gradients, which is a race without harm.
         if checker != "racecheck" or name in ("beyond the tokens", "used"):
             passed(make_hostile(config, name).run(config, checker=checker))
 
 
 def find_fault(kernel, config):
-    """The report of a run, or "numerics" where results are wrong; None: neither."""
+    """Returns the report of a run, "numerics" if results are wrong, or None."""
     some = make_ragged(config, ((40, 130, 1, 100), (130, 70, 40, 33)))
     used = make_ragged(config, SOME, used=((64, 1, 0, 0, 129, 0), (130, 20, 3, 0, 0, 0)))
     others = [make_ragged(config, batch) for batch in (UNSEEN, STORING, EQUALLY_LONG)]

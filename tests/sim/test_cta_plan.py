@@ -1,4 +1,4 @@
-"""CTAs that plan for themselves: as the kernel that plans would for the same launch."""
+"""CTAs that plan for themselves plan as the planning kernel does for the same launch."""
 
 import dataclasses
 import random
@@ -20,16 +20,16 @@ PAGED_80, PAGED_90, PAGED = (
     dataclasses.replace(c, paged=True) for c in (TWO_STAGES, ASKING, DECODING)
 )
 ROWS = dataclasses.replace(DECODING, tile_m=128, warps=8, stages=4, min_ctas=1, ping_pong=True)
-# Whose parts take long to merge.
+# A configuration whose parts take long to merge.
 SLOW = dataclasses.replace(ROWS, tile_n=64, mask="causal")
 CONFIGS = (PAGED_80, TWO_STAGES, DECODING, PAGED, ROWS)
 WINDOWED = tuple(dataclasses.replace(config, mask="local") for config in (PAGED_80, DECODING))
 WIDER = dataclasses.replace(TWO_STAGES, tile_m=128)
-OTHERS = WIDER, ASKING, PAGED_90  # whose kernels have no such code
+OTHERS = WIDER, ASKING, PAGED_90  # their kernels have no code for CTAs to plan
 MERGING = DECODING, PAGED  # kernels whose CTAs merge
 OF_OTHER_WIDTHS = tuple(dataclasses.replace(DECODING, head_dim=d) for d in (32, 96, 256))
-MOST = {80: 128, 90: 256}  # sequences
-MOST_TILES = {80: 1, 90: heuristics._PLANNED_TILES}  # of queries of each
+MOST = {80: 128, 90: 256}  # sequences for which the CTAs of a class plan
+MOST_TILES = {80: 1, 90: heuristics._PLANNED_TILES}  # query tiles of each of these sequences
 SPLITS = Splits(), Splits(3), Splits(40, 2), Splits(16, 1, 12)
 SINKS = torch.tensor([1.0, -2.0, 3.0, 0.0, 5.0, -1.0])
 COMPILED = [(config, "none") for config in (*OTHERS, *CONFIGS, *WINDOWED, *OF_OTHER_WIDTHS, SLOW)]
@@ -53,7 +53,8 @@ def mutants(tmp_path_factory):
 
 
 def over_cache(config, lengths, **options):
-    """The problem, over pages of 16 where the kernel is of pages."""
+    """Returns the problem over pages of 16 tokens if the kernel is paged, else over a contiguous
+    cache."""
     return (
         paged(config, lengths, 16, **options)
         if config.paged
@@ -62,14 +63,14 @@ def over_cache(config, lengths, **options):
 
 
 def lengths_of(b, seed, longest=300):
-    """Of keys: 0, 1, all alike or all different."""
+    """Returns random numbers of keys: each is 0, 1, ``longest`` or any number below it."""
     draw = random.Random(seed)
     return tuple(draw.choice((0, 1, longest, draw.randrange(longest))) for _ in range(b))
 
 
 def bits(result):
-    """The outputs and the workspace: where each part's rows are, and what they hold. Of a part that
-    no kernel wrote NaN."""
+    """Returns the bits of the outputs and of the workspace but the plan, which show where each
+    part's rows are and what they hold. Rows that no kernel wrote are NaN."""
     return {
         name: x.contiguous().view(torch.uint8)
         for name, x in result.outputs.items()
@@ -78,7 +79,8 @@ def bits(result):
 
 
 def assert_planned_alike(config, problem, splits, planned_by_ctas=True, **options):
-    """The kernel that plans is the one for queries at offsets."""
+    """Asserts that CTAs plan as the planning kernel does, which runs if ``cu_seqlens_q`` is
+    given."""
     expected = run(config, problem, splits, **options)
     del problem.tensors["cu_seqlens_q"]
     result = run(config, problem, splits, **options)
@@ -126,8 +128,8 @@ def test_sequences_of_one_length(config):
     ("config", "queries", "parts"), [(SLOW, 20, 8), (DECODING, 3, 8), (DECODING, 6, 6)]
 )
 def test_parts_that_take_long_to_merge_are_longer(config, queries, parts):
-    """Of 16 blocks for each of two sequences two or three are a part, not one for each of 200
-    CTAs."""
+    """Of the 16 blocks of each of two sequences two or three make a part, not one, although there
+    are 200 CTAs."""
     problem = over_cache(config, ((queries,) * 2, (16 * config.tile_n,) * 2))
     splits = Splits(16, 1, 200)
     planned = run(config, problem, splits, pack_heads=True)
@@ -157,8 +159,9 @@ def test_queries_of_more_tiles_have_a_kernel_that_plans(config):
 @pytest.mark.parametrize("splits", SPLITS, ids=str)
 @each((DECODING, PAGED, ROWS, SLOW))
 def test_several_tiles_of_queries(config, splits):
-    """Of as many parts each, in heads of their own and packed, the last with a row alone. Under the
-    mask parts of the first tile are empty, and rows see no key."""
+    """Several tiles of queries have as many parts each, for single heads and packed ones; the last
+    tile has a single row. Under the mask parts of the first tile are empty, and rows see no
+    key."""
     for seed, (tiles, packs) in enumerate(((2, False), (3, True))):
         queries = (tiles - 1) * config.tile_m // (1 + packs) + 1
         problem = over_cache(config, ((queries,) * 4, (300, queries, 60, 0)), seed=seed)
@@ -179,8 +182,9 @@ def test_other_kernels_have_a_kernel_that_plans(config):
 )
 @each(MERGING)
 def test_the_cta_that_stores_last_merges(config, b, queries, by_ctas):
-    """Up to 16 rows of a tile and 128 tiles, in launch after launch, in any order of the CTAs. The
-    result is that of the kernel that merges, which a plan with its positions is for."""
+    """It merges up to 16 rows of a tile and 128 tiles, in launch after launch and any order of the
+    CTAs. The result is that of the combine kernel, for which the planning kernel lists the
+    positions."""
     lengths = (queries,) * b, (300, *lengths_of(b - 1, queries, 100))
     problem = over_cache(config, lengths)
     for seed in range(3 if by_ctas else 1):
@@ -194,8 +198,8 @@ def test_the_cta_that_stores_last_merges(config, b, queries, by_ctas):
 
 @each((*MERGING, *OF_OTHER_WIDTHS))
 def test_a_row_has_more_parts_than_lanes(config):
-    """Whose weights are found in turns, with the largest among all of them, or they would overflow;
-    the result is that of the kernel that merges."""
+    """A warp finds the parts' weights in several turns, relative to the largest among all parts, or
+    they would overflow. The result is that of the combine kernel."""
     lengths = (2,) * 2, (70 * config.tile_n, 17 * config.tile_n)
     problem = over_cache(config, lengths, h=2, h_k=1, scale=1024.0)
     result = assert_planned_alike(config, problem, Splits(70), pack_heads=True)
@@ -229,7 +233,7 @@ def test_no_races(config):
 
 @pytest.mark.parametrize("mutant", PLANTED, ids=lambda m: m.name)
 def test_mutant_is_found(mutant, mutants):
-    """By a report, or by a comparison with the reference in some order of the warps."""
+    """A report finds it, or a comparison with the reference in some order of the warps."""
     config = mutant.config
     masked = {"window_size": (300, 300)} if config.mask == "local" else {}
     for seed in range(4):
@@ -239,7 +243,7 @@ def test_mutant_is_found(mutant, mutants):
         problem = over_cache(config, lengths, h=6, seed=seed)
         del problem.tensors["cu_seqlens_q"]
         more = {"pack_heads": True, "timeout": 120, "seed": seed, "checker": checker(mutant)}
-        more["launches"] = 2  # the second finds the counters as the first left them
+        more["launches"] = 2  # the second launch finds the counters as the first has left them
         more |= masked
         result = run(config, problem, Splits(12), kernel=mutants[mutant.name], **more)
         if mutant.report:

@@ -26,7 +26,7 @@ CONFIGS = (SM80, SM90, CAUSAL)
 if tiers.everything:
     CONFIGS += (replace(STRIDING, dropout=True), replace(ASKING, dropout=True))
     CONFIGS += tuple(replace(c, softcap=True, alibi=True) for c in (SM80, SM90))
-PAGED = replace(SM80, paged=True)  # with pages it is of the sm80 class everywhere
+PAGED = replace(SM80, paged=True)  # dropout over pages always takes the sm80 class
 PLANTED = mutants_dropout.MUTANTS if tiers.everything else mutants_dropout.OF_SM80
 CHECKERS = [checker for checker in sim.CHECKERS if checker != "none"]
 COMPILED = [(config, "none") for config in (*CONFIGS, PAGED, ONE_STAGE)]
@@ -131,7 +131,7 @@ def test_keys_in_pages(page_size):
 @pytest.mark.parametrize("state", [(0, 0), (-1, -1), (2**63 - 1, 2**31), (1 << 32, 1)], ids=str)
 @pytest.mark.parametrize("config", (SM80, SM90, CAUSAL), ids=ids)
 def test_every_bit_of_the_mask(config, state):
-    """Scores are alike, and head n's values are the unit vectors of the keys from n * d on."""
+    """Scores are equal, and head n's values are the unit vectors of the keys from n * d on."""
     d, seqlen_q, seqlen_k, state = config.head_dim, 140, 150, torch.tensor(state)
     h = -(-seqlen_k // d)
     q = torch.zeros(2, seqlen_q, h, d, dtype=DTYPES[config.dtype])
@@ -186,7 +186,7 @@ def test_options_must_be_those_of_the_kernel():
 
 
 def find_fault(config, kernel):
-    """The report of a run, or "numerics" where results are wrong; None: neither."""
+    """Returns the report of a run, "numerics" if results are wrong, or None."""
     try:
         for dropout_p in (0.3, 0.98):
             check(config, SHAPES[0], dropout_p, kernel=kernel, timeout=120)

@@ -27,7 +27,7 @@ def kernels():
 
 @pytest.fixture(scope="module")
 def checked_kernels():
-    """Compiles those that :func:`test_checkers_are_silent` runs, likewise."""
+    """Compiles in parallel the kernels that :func:`test_checkers_are_silent` runs."""
     sim.build_runners(CHECKERS)
     return sim.build_kernels(OF_CHECKERS)
 
@@ -57,7 +57,7 @@ def test_no_false_alarm_under_many_schedules(kernels, config):
         result = sim.run_fwd(q, k, v, config, seed=seed, copy_mode=sim.COPY_MODES[seed % 2])
         assert result.verdict == "pass", f"seed {seed}: {result.message}"
         first = first or result
-        # The schedule must not change the arithmetic: any order of lanes gives the same bits.
+        # The schedule must not change the arithmetic, so any order of lanes gives the same bits.
         assert torch.equal(result.out, first.out), f"seed {seed}"
         assert torch.equal(result.lse, first.lse), f"seed {seed}"
         assert result.counters == first.counters, f"seed {seed}"

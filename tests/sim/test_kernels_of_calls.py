@@ -1,5 +1,6 @@
-"""The kernels that ship beside those of dense calls, and those of every head dimension that are
-chosen over a cache, on the CPU: correct by the rule used on a GPU over what they are chosen for."""
+"""The kernels that ship besides those of plain dense calls, and those of every head dimension that
+are chosen over a KV cache, on the CPU. They run problems for which they are chosen, and are correct
+by the rule used on a GPU."""
 
 import itertools
 
@@ -23,7 +24,7 @@ SHIPPED = [
 
 
 def over_a_cache(head_dims, masks, rows):
-    """What is chosen for so many rows, in pages and not."""
+    """Yields the configurations chosen for ``rows`` rows over a cache, contiguous and in pages."""
     for d, mask, m, page_size in itertools.product(head_dims, masks, rows, (0, 16)):
         window = (100, 0) if mask == "local" else None
         of_cache = {"window": window, "cache": True, "page_size": page_size}
@@ -31,17 +32,17 @@ def over_a_cache(head_dims, masks, rows):
         yield heuristics.choose_fwd(asked, (9, 0))
 
 
-# A CTA of one consumer has an SM to itself: no raise of registers is left for it.
+# A CTA of one consumer warpgroup has an SM to itself here, so that its registers cannot be raised.
 DECODING = [*over_a_cache((128, 192, 256), ("none", "causal"), (8,))]
 CACHED = DECODING + ([*over_a_cache(HEAD_DIMS, MASKS, (8, 128))] if tiers.everything else [])
 CONFIGS = list(dict.fromkeys(SHIPPED + CACHED))
 COMPILED = [(config, "none") for config in CONFIGS]
 PAGED = [config for config in CONFIGS if config.paged]
 CONTIGUOUS = [config for config in CONFIGS if config.arch == 90 and not config.paged]
-# Lengths of queries and keys: decoding, speculative tokens, a chunk, no queries, no keys; whole
-# blocks, one key, and keys behind whole blocks.
+# Lengths of queries and keys: decoding, speculative tokens, a prefill chunk, no queries, no keys;
+# the keys are whole blocks, none, or some more than whole blocks.
 BATCH = (1, 3, 0, 17, 2, 1), (200, 77, 150, 256, 0, 129)
-# (tokens of a page, query heads of a key head, parts at most)
+# (tokens of a page, query heads of a key head, most parts of a tile)
 CACHES = ((1, 8, 3), (3, 7, 1), (16, 7, 200), (64, 8, 2), (128, 7, 3), (256, 8, 5))
 
 

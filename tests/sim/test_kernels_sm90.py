@@ -30,7 +30,7 @@ def kernels():
 
 @pytest.fixture(scope="module")
 def checked_kernels():
-    """Compiles those that :func:`test_checkers_are_silent` runs, likewise."""
+    """Compiles in parallel the kernels that :func:`test_checkers_are_silent` runs."""
     sim.build_runners(CHECKERS)
     return sim.build_kernels(OF_CHECKERS)
 
@@ -58,7 +58,7 @@ def test_no_false_alarm_under_many_schedules(config):
         result = sim.run_fwd(q, k, v, config, seed=seed, copy_mode=copy_mode, sms=2)
         assert result.verdict == "pass", f"seed {seed}: {result.message}"
         first = first or result
-        # The schedule must not change the arithmetic: any order of lanes gives the same bits.
+        # The schedule must not change the arithmetic, so any order of lanes gives the same bits.
         assert torch.equal(result.out, first.out), f"seed {seed}"
         assert torch.equal(result.lse, first.lse), f"seed {seed}"
         assert result.counters == first.counters, f"seed {seed}"
@@ -70,7 +70,7 @@ def test_blocks_share_tiles_differently_from_seed_to_seed():
     shares = set()
     for seed in range(8):
         runs = [sim.run_fwd(q, k, v, config, seed=seed, sms=2, trace=True) for _ in range(2)]
-        # Rows of Q that each of the two blocks has loaded: the same in every run of one seed.
+        # The rows of Q that each of the two blocks has loaded, which a seed determines.
         of_q = [run.trace[run.trace[:, 1] == 0] for run in runs]
         loaded = [tuple(sorted(map(tuple, rows.tolist()))) for rows in of_q]
         assert loaded[0] == loaded[1]

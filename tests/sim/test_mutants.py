@@ -18,9 +18,9 @@ from flashcute.testing import compare_forward
 MUTANTS = tiers.faults((*mutants.MUTANTS, *mutants_sm90.MUTANTS))
 
 # (b, seqlen_q, seqlen_k, h, h_k) and a factor for q: more keys than queries; queries that see no
-# key at all; scores so large that the running maximum grows from block to block; q and k constant,
-# HUGE. In the sm90 class two SMs compute several tiles each, and again where each tile has one
-# block of keys, and where most have none.
+# key at all; scores so large that the running maximum grows from block to block; constant q and k
+# with the factor HUGE. In the sm90 class two SMs compute several tiles each, also where each tile
+# has one block of keys, and where most tiles have none.
 HUGE = 30000
 PROBLEMS = {
     80: (
@@ -33,16 +33,16 @@ PROBLEMS = {
         ((1, 2000, 40, 1, 1), 1),
     ),
 }
-# Three heads, which take four rows, and a tile's edge among the rows of one key head; rows that see
-# no key. Each head has a sink of its own.
+# Three packed heads take four rows, a tile's edge lies among the rows of one key head, and some
+# rows see no key. Each head has a sink of its own.
 PACKED = ((2, 120, 65, 6, 2), 1)
 SINKS = torch.tensor([1.0, -2.0, 3.0, 0.0, 5.0, -1.0])
-# The second launch finds what the first left in the tile counters.
+# The second launch finds the tile counters as the first has left them.
 OPTIONS = {80: {}, 90: {"sms": 2, "launches": 2}}
 
 
 CONFIGS = list(dict.fromkeys(m.config for m in MUTANTS))
-# Planted like a mutant, without a fault.
+# Mutants without a fault, planted like the others.
 FAULTLESS = {
     config: mutants.Mutant(
         f"none in {config.full_name}", "flash.h", "#pragma once", "#pragma once", "", "", config
@@ -54,7 +54,7 @@ PLANTED = (*MUTANTS, *FAULTLESS.values())
 
 @pytest.fixture(scope="module")
 def kernels(tmp_path_factory):
-    """The kernels of all mutants by name, compiled side by side."""
+    """Returns the kernels of all mutants by name, compiled in parallel."""
     sim.build_runners()
     return build_mutants(PLANTED, tmp_path_factory.mktemp("mutants"))
 
@@ -72,7 +72,8 @@ def problem(config, shape, factor):
 
 
 def options(config, shape):
-    """What a kernel is asked for beside q, k and v: of the reference, and of the simulator."""
+    """Returns what a kernel is given besides q, k and v: options that the reference takes too, and
+    options of the simulator alone."""
     asked = {"window_size": (40, 10)} if config.mask == "local" else {}
     if shape == PACKED[0]:
         asked["sinks"] = SINKS
@@ -90,7 +91,7 @@ def wrong_numbers(mutant, result, shape, q, k, v):
 
 
 def wrong_counts(mutant, result, shape):
-    if shape == PACKED[0] or mutant.config.mask == "local":  # which the formulas do not count
+    if shape == PACKED[0] or mutant.config.mask == "local":  # the formulas do not cover these
         return False
     b, seqlen_q, seqlen_k, h, _ = shape
     config, counters = mutant.config, result.counters
@@ -127,7 +128,7 @@ def test_mutant_is_found(mutant, kernels):
         if finder == "numerics" and wrong_numbers(mutant, result, shape, q, k, v):
             return
         if finder == "counters" and wrong_counts(mutant, result, shape):
-            # A fault that only costs time: correct numbers, wrong counts.
+            # A fault that only costs time has correct numbers and wrong counts.
             assert result.verdict == "pass" and not wrong_numbers(mutant, result, shape, q, k, v)
             return
         if result.verdict == "fail" and mutant.report and re.search(mutant.report, result.message):

@@ -58,7 +58,7 @@ def test_checkers_are_silent(config, checker):
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda c: c.full_name)
 def test_keys_are_read_once_for_all_heads(config):
-    """One position of eight heads: a tile and not eight, and in the same bits, as a row's
+    """One position of eight heads is one tile and not eight, with the same bits, as a row's
     arithmetic does not depend on its place."""
     q, k, v = make_qkv(config, (1, 1, 100, 8, 1), 0)
     alone, packed = (sim.run_fwd(q, k, v, config, pack_heads=p, sms=1) for p in (False, True))

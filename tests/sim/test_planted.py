@@ -29,7 +29,7 @@ def of_file(stem):
 
 @pytest.mark.parametrize("stem", FILES)
 def test_the_text_of_every_fault_occurs_once(stem):
-    """Of those, too, that are planted with ``--all`` only."""
+    """It does so for the faults that are planted with ``--all`` only, too."""
     headers = {path.name: path.read_text() for path in kernel_include_dir().glob("*.h")}
     faults = list(of_file(stem))
     assert faults
@@ -48,7 +48,7 @@ def test_pieces_are_of_about_the_same_size(length):
 
 @pytest.fixture
 def units_of(monkeypatch, tmp_path):
-    """The translation units of mutants, which are not compiled."""
+    """Returns a function that returns the translation units of mutants without compiling them."""
     monkeypatch.setattr(planted, "_together", {})
     asked = []
 

@@ -1,4 +1,4 @@
-"""The simulator's outputs beside those of an H200 for the same inputs."""
+"""The simulator's outputs compared with those of an H200 for the same inputs."""
 
 import pathlib
 
@@ -12,7 +12,7 @@ from flashcute.heuristics import shipped_configs
 from flashcute.reference import attention_ref
 
 FILES = sorted((pathlib.Path(__file__).parent / "data").glob("*.npz"))
-# Two were recorded with tiles, or stages, that shipped then.
+# Two outputs were recorded with tiles, or stages, that shipped at that time.
 FORMER = (
     FwdConfig(90, "bf16", 64, "none", 128, 112, 8, 2, 0, 1, ping_pong=True),
     FwdConfig(80, "bf16", 96, "causal", 128, 64, 4, 1, 0, 2),
@@ -34,7 +34,8 @@ def test_there_are_recordings() -> None:
 
 
 def allowed(q, k, v, out, causal) -> torch.Tensor:
-    """One rounding of each output, and one of the probability that weighs most in it."""
+    """Returns the error of one rounding of each output, and of one rounding of the probability that
+    weighs most in it."""
     eps = torch.finfo(out.dtype).eps
     probs = attention_ref(q, k, v, causal=causal, upcast=torch.float32, return_probs=True).probs
     values = v.float().abs().repeat_interleave(q.shape[2] // v.shape[2], dim=2)

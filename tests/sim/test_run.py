@@ -122,7 +122,7 @@ def test_what_is_compiled_together_is_said_for_each_checker(monkeypatch):
 
 
 class SumParams(ctypes.Structure):
-    """``Params`` of :data:`SUM`."""
+    """The struct ``Params`` of :data:`SUM`."""
 
     _fields_ = [
         ("n", ctypes.c_int64),
@@ -137,7 +137,7 @@ class LongerParams(ctypes.Structure):
     _fields_ = [*SumParams._fields_, ("more", ctypes.c_int64)]
 
 
-# Adds `terms` to total[at]. Ends with an error where a pointer is not as expected.
+# A kernel that adds `terms` to total[at] and ends with an error if a pointer is not as expected.
 SUM = """
 #include "flash.h"
 struct Params { int64_t n; int32_t *terms, *unused, *total; int64_t at; };
@@ -161,7 +161,7 @@ extern "C" flash::Flash_kernel const *sum() {
 
 @pytest.fixture(scope="module")
 def run_sum():
-    """Runs :data:`SUM` twice on 1 + 2 + 3 and a total of 10."""
+    """Returns a function that runs :data:`SUM` twice on 1 + 2 + 3 and a total of 10."""
     unit = build.Unit(
         name="sum",
         target="sim-test",

@@ -56,7 +56,8 @@ def mutants(tmp_path_factory):
 
 
 def options_of(config: FwdConfig, b: int, h: int) -> dict[str, object]:
-    """Scores reach beyond the cap; each entry and head has its slope."""
+    """Returns options for which scores exceed the cap; each batch entry and head has its own
+    slope."""
     options: dict[str, object] = {}
     if config.softcap:
         options["softcap"] = 1.5
@@ -99,7 +100,7 @@ def test_results(config, shape, packed):
 
 @pytest.mark.parametrize("config", CONFIGS, ids=ids)
 def test_ragged_batches(config):
-    """Slopes of each sequence; NaN behind the sequences."""
+    """Each sequence has its own slopes, and rows behind the sequences are NaN."""
     qkv = ragged.make_qkv(config, BATCH)
     options = options_of(config, len(BATCH[0]), 4)
     ragged.check(ragged.run(config, qkv, BATCH, **options), config, qkv, BATCH, **options)
@@ -107,7 +108,7 @@ def test_ragged_batches(config):
 
 @both
 def test_ragged_batches_of_packed_heads_with_sinks(config):
-    """Three heads, which take four rows. Sinks are neither capped nor lowered."""
+    """Three packed heads take four rows. Sinks are neither capped nor lowered by slopes."""
     qkv = ragged.make_qkv(config, BATCH, h=6)
     options = options_of(config, len(BATCH[0]), 6)
     options["sinks"] = torch.tensor([1.0, -2.0, 3.0, 0.0, 5.0, -1.0])
@@ -138,7 +139,7 @@ def test_a_cap_far_beyond_the_scores_equals_none(config, cap):
 @pytest.mark.parametrize("cap", [8.0, 50.0, 1e4])
 @capped
 def test_scores_below_the_cap(config, cap):
-    """All below 0.28 of it, or some beyond."""
+    """All scores are below 0.28 of the cap, or some are beyond that."""
     options = options_of(config, 1, 2) | {"softcap": cap, **no_slopes(config)}
     check(config, make_qkv(config, (1, 200, 300, 2, 1)), **options)
 
@@ -152,7 +153,8 @@ def test_small_scores_and_large_ones_of_a_tile(config, large):
 
 
 def check_entries_alone(simulator=None):
-    """Large scores of one entry of a batch change no bit of the one that a CTA computes next."""
+    """Asserts that large scores of a batch entry change no bit of the entry that the CTA computes
+    next."""
     q, k, v = make_qkv(CAPPING, (3, 100, 200, 2, 1))
     options = {"softcap": 50.0, "window_size": WINDOW}
     large = q.clone()
@@ -170,7 +172,8 @@ def test_small_scores_of_an_entry_do_not_depend_on_others():
 
 @pytest.mark.parametrize("config", (SM90, CAPPING), ids=ids)
 def test_scores_of_other_sequences_have_no_say_in_the_cap(config):
-    """Bit for bit. Blocks of keys and tiles of queries go on with the next sequence's."""
+    """Results are equal bit for bit, although blocks of keys and tiles of queries reach into the
+    next sequence."""
     batch = (70, 90), (75, 101)
     q, k, v = ragged.make_qkv(config, batch)
     options = options_of(config, 2, 4) | {"softcap": 50.0}
@@ -186,14 +189,15 @@ def test_scores_of_other_sequences_have_no_say_in_the_cap(config):
 @pytest.mark.parametrize("cap", [1e-30, 0.01, 50.0, 1000.0])
 @capped
 def test_scores_far_beyond_the_cap(config, cap):
-    """Most are the cap or its negative, but for the largest cap; no slopes."""
+    """Most scores become the cap or its negative, but for the largest cap; there are no slopes."""
     options = options_of(config, 1, 2) | {"softcap": cap, **no_slopes(config)}
     check(config, make_qkv(config, (1, 200, 150, 2, 1), 300), **options)
 
 
 def check_neighbours(config, simulator=None):
-    """Rows beyond the cap change no bit of others, of which none is small and which their warp then
-    computes by both forms of tanh. The cap is too low for a warp to raise its references."""
+    """Asserts that rows beyond the cap change no bit of others. None of these is small, and their
+    warp then computes them by both forms of tanh. The cap is too low for a warp to raise its
+    references."""
     q, k, v = make_qkv(config, (1, 150, 200, 2, 1))
     options = options_of(config, 1, 2) | {"softcap": 5.0, **no_slopes(config)}
     beyond = torch.arange(150) % 16 == 5
@@ -223,7 +227,7 @@ def test_infinite_products_are_capped(config):
 
 @capped
 def test_nan_of_a_row_stays_in_it(config):
-    """Its warp's other rows are right, by whatever form of the cap."""
+    """The other rows of its warp are right, with either form of the softcap."""
     q, k, v = make_qkv(config, (1, 150, 200, 2, 1))
     options = options_of(config, 1, 2) | {"softcap": 50.0, **no_slopes(config)}
     wrong = q.clone()
@@ -239,14 +243,15 @@ def test_nan_of_a_row_stays_in_it(config):
 @pytest.mark.parametrize("shape", [(1, 140, 300, 2, 1), (1, 260, 70, 2, 1)], ids=str)
 @pytest.mark.parametrize("config", (*SLOPED, UNMASKED), ids=ids)
 def test_steep_slopes(config, shape, slope):
-    """References rise from block to block. In the second shape a row's best score is far from 0."""
+    """References rise from block to block. In the second shape each row's best score is far from
+    0."""
     options = options_of(config, 1, 2) | {"alibi_slopes": torch.tensor([[slope, -slope / 100]])}
     check(config, make_qkv(config, shape), **options)
 
 
 @pytest.mark.parametrize("config", SLOPED, ids=ids)
 def test_slopes_that_all_entries_share(config):
-    """A batch stride of 0, dense and ragged, bit for bit as slopes of each."""
+    """Slopes with a batch stride of 0 give the bits of separate equal slopes, dense and ragged."""
     slopes = torch.tensor([0.5, 0.25]).expand(3, 2)
     batch = (70,) * 3, (90,) * 3
     q, k, v = ragged.make_qkv(config, batch, h=2, h_k=1, more=0)
@@ -262,7 +267,7 @@ def test_slopes_that_all_entries_share(config):
 
 @both
 def test_no_lengths_reach_beyond_the_slopes(config):
-    """Of no sequence at all, and of lengths that mean nothing."""
+    """They do not for a batch of no sequence, nor for lengths without meaning."""
     large, small = 2**31 - 1, -(2**31)
     for lengths in ((0,), (0, 150, 30, 90), (small, large, small, large), (5, -5, large, 7)):
         qkv = ragged.make_qkv(config, ((200,), (200,)), h=2, h_k=1, more=0)
@@ -293,7 +298,7 @@ def test_options_must_be_those_of_the_kernel(config):
 
 
 def find_fault(config, kernel):
-    """The report of a run, or "numerics" where results are wrong; None: neither."""
+    """Returns the report of a run, "numerics" if results are wrong, or None."""
     simulator = {"kernel": kernel, "timeout": 120}
     shape = SHAPES[0]
     options = options_of(config, shape[0], shape[3])

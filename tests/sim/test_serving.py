@@ -21,7 +21,8 @@ from flashcute.jit.abi import Splits
 CONFIGS = (TWO_STAGES, ONE_STAGE, ASKING, STRIDING)
 CHECKED = TWO_STAGES, ASKING
 PAGED = tuple(dataclasses.replace(config, paged=True) for config in (*CHECKED, STRIDING))
-# Of one smem page, of four, and with rows beyond those that all warps copy at a time.
+# Tiles of one shared-memory page, of four pages, and with rows left over by the turns in which all
+# warps copy.
 OTHER_TILES = tuple(
     FwdConfig(90, "bf16", d, "none", 64, n, 4, 2, 0, 2, False, paged=True)
     for d, n in ((64, 128), (256, 32), (64, 48), (64, 112), (96, 80))
@@ -73,7 +74,8 @@ def test_pages_of_other_tiles(config, page_size):
 
 @each(PAGED[1:])
 def test_keys_of_small_pages_are_copied(config):
-    """Once, in pieces of 16 bytes; those of large pages come in boxes."""
+    """Keys of small pages are copied once, in pieces of 16 bytes; those of large pages come in TMA
+    boxes."""
     tokens = 96  # whole blocks
     each = 2 * 2 * tokens  # bytes of a column of keys and values
     queries = 2 * config.tile_m * config.head_dim
@@ -94,7 +96,8 @@ def test_keys_of_small_pages_are_copied(config):
 def test_contiguous_cache(config):
     pads = (33, 0, 7, 5, 0, 90)
     runs = (3, pads, 4), (1, pads, 2), (200, None, 2)
-    # The other two kernels differ in the main loop alone, which runs for each part.
+    # The kernels not in CHECKED differ only in the main loop, which runs for each part, so that one
+    # run is enough.
     for seed, (splits, leftpad, h) in enumerate(runs if config in CHECKED else runs[:1]):
         problem = contiguous(config, MIXED, h=h, seed=seed, leftpad=leftpad)
         check(run(config, problem, Splits(splits), seed=seed), config, problem)
@@ -102,7 +105,7 @@ def test_contiguous_cache(config):
 
 @each((*CHECKED, PAGED[0], PAGED[1]))
 def test_packed_heads_and_sinks(config):
-    """Three heads, which take four rows. A sink counts once, also where no part sees a key."""
+    """Three packed heads take four rows. A sink counts once, also where no part sees a key."""
     # The rows of the first sequence take several tiles.
     lengths = (40, 1, 3, 0, 2, 15), (100, 77, 10, 50, 0, 5)
     cache = paged(config, lengths, 16, h=6) if config.paged else contiguous(config, lengths, h=6)
@@ -150,7 +153,7 @@ def test_parts_are_equal_and_cover_a_tile(config):
 
 @each((CHECKED[0], PAGED[1]))
 def test_layers_share_a_plan_bit_for_bit(config):
-    """Other queries, keys and values at the same places."""
+    """A layer with other queries, keys and values at the same places can take over the plan."""
     make = (lambda *x, **o: paged(*x, 16, **o)) if config.paged else contiguous
     first = make(config, MIXED)
     other = dict(first.tensors)
@@ -166,7 +169,7 @@ def test_layers_share_a_plan_bit_for_bit(config):
 
 @each((*CHECKED, *PAGED[:2]))
 def test_neighbours_do_not_matter(config):
-    """Not in one bit, if the number of splits is given: not their lengths, nor their values."""
+    """With a given number of splits, neither lengths nor values of neighbours change a bit."""
     make = (lambda *x, **o: paged(*x, 16, **o)) if config.paged else contiguous
     alone = make(config, ((3,), (170,)), scale=4.0)
     among = make(config, ((9, 3, 70), (40, 170, 250)), scale=4.0, seed=1)
@@ -188,7 +191,7 @@ def test_neighbours_do_not_matter(config):
 
 @each(CHECKED)
 def test_as_few_parts_as_keep_all_ctas_busy(config):
-    """8 tiles of one length: with 12 CTAs three parts of each, in two waves."""
+    """With 8 tiles of one length, 12 CTAs compute three parts of each, in two waves."""
     problem = contiguous(config, ((1,) * 4, (16 * config.tile_n,) * 4))
     for ctas, expected in ((4, 1), (8, 1), (12, 3), (16, 2), (24, 3)):
         result = run(config, problem, Splits(16, 1, ctas), pack_heads=True)
@@ -199,7 +202,7 @@ def test_as_few_parts_as_keep_all_ctas_busy(config):
 
 @each(CHECKED)
 def test_parts_of_sequences_of_many_lengths(config):
-    """About equally long ones: the longest sequence has most of them."""
+    """Parts are about equally long, so that the longest sequence has most of them."""
     problem = contiguous(config, DECODE)
     result = run(config, problem, Splits(16, 1, 12), pack_heads=True)
     check(result, config, problem)
@@ -231,7 +234,8 @@ def test_tiles_with_few_blocks_are_not_split(config):
 @pytest.mark.parametrize("seed", range(3))
 @each((*CHECKED, *PAGED[:2]))
 def test_no_values_reach_beyond_the_tensors(config, seed):
-    """Of any tensor of integers. Results mean nothing then, but each access stays inside."""
+    """No tensor of integers can cause it. Results are undefined then, but each access stays
+    inside."""
     make = (lambda *x, **o: paged(*x, 16, **o)) if config.paged else contiguous
     problem = make(config, ((9, 1, 20), (40, 70, 130)), h=2)
     names = "seqused_k", "cu_seqlens_q", "block_table", "cache_batch_idx", "leftpad_k"
@@ -246,7 +250,7 @@ def test_no_values_reach_beyond_the_tensors(config, seed):
 
 
 def test_warpgroups_without_rows_compute_nothing():
-    """A tile is of two, with 64 rows each."""
+    """A tile belongs to two warpgroups, with 64 rows each."""
     config = PAGED[1]
     assert config.arch == 90 and config.tile_m == 128
     counters = []
@@ -294,7 +298,7 @@ def test_no_races(config):
 
 @pytest.mark.parametrize("mutant", PLANTED, ids=lambda m: m.name)
 def test_mutant_is_found(mutant, mutants):
-    """By a report, or by a comparison with the reference in some order of the warps."""
+    """A report finds it, or a comparison with the reference in some order of the warps."""
     config = mutant.config
     lengths = (100, 3, 1, 2, 70), (150, 100, 129, 0, 40)
     leftpad = (33, 0, 7, 5, 0)

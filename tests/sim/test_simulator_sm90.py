@@ -1,4 +1,4 @@
-"""Hopper's instructions in the simulator, on small kernels: results, counters and reports."""
+"""Small kernels with Hopper's instructions in the simulator: results, counters and reports."""
 
 import re
 

@@ -114,5 +114,5 @@ def test_races_are_found():
     cases = with_racecheck("simulator_cases_sm90_async")
     assert race_of(cases, "epilogue") == ""
     assert race_of(cases, "dependent_late") == ""
-    # In any order of the two accesses.
+    # The race is found in either order of the two accesses.
     assert "data race" in race_of(cases, "epilogue_unordered", seed=3)

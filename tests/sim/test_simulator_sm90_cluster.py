@@ -105,6 +105,6 @@ def test_races_between_blocks_are_found():
     cases = with_racecheck("simulator_cases_sm90_cluster")
     assert race_of(cases, "exchange") == ""
     assert "data race" in race_of(cases, "exchange_unordered")
-    # In any order of the SMs.
+    # No race is reported in any order of the SMs.
     assert all(race_of(cases, "published", seed) == "" for seed in range(5))
     assert "data race" in race_of(cases, "unpublished")

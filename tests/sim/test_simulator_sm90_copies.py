@@ -37,7 +37,7 @@ _OVERWRITTEN = r"overwritten too early: cp.async writes byte \d+, which a wgmma 
         ("copies_unfenced_eager", _UNFENCED),
         ("copies_fenced_early", _UNFENCED),
         ("copies_fenced_early_eager", _UNFENCED),
-        # The fence of one thread publishes all stores here; on the chip it need not.
+        # In the simulator the fence of one thread publishes all stores; on the chip it need not.
         ("copies_one_fences", _TRACKED),
         ("copies_unawaited", rf"{_UNAWAITED}|{_OVERWRITTEN}"),
         ("copies_reused", rf"{_UNAWAITED}|{_OVERWRITTEN}"),

@@ -15,7 +15,7 @@ COMPILED = [(config, "none") for config in CONFIGS]
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 # (b, seqlen_q, seqlen_k, h, h_k): several tiles; rows that see no key; no keys at all.
 SHAPES = ((2, 150, 200, 2, 1), (1, 200, 63, 2, 2), (1, 40, 0, 2, 1))
-# Absent, ordinary, larger than any score, so large that only the sink is left.
+# Sinks that are absent, ordinary, larger than any score, or so large that only the sink is left.
 SINKS = ((-math.inf, 0.5), (3.0, -2.0), (80.0, 20.0), (1e30, -1e30))
 
 
@@ -49,7 +49,7 @@ def test_results(config, shape, sinks, packed):
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda c: c.full_name)
 def test_beside_scores_that_raise_the_reference(config):
-    """Queries times 30: references are raised from block to block, and sinks lie among them."""
+    """With queries times 30 references are raised from block to block, and sinks lie among them."""
     sinks = torch.tensor([25.0, 100.0])
     q, k, v = make_qkv(config, (1, 130, 300, 2, 1), 30)
     result = sim.run_fwd(q, k, v, config, sinks=sinks, sms=2)
@@ -59,7 +59,7 @@ def test_beside_scores_that_raise_the_reference(config):
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda c: c.full_name)
 def test_sink_of_minus_infinity_equals_none(config):
-    """Bit for bit, and rows without a key are those of a call without sinks."""
+    """Results are equal bit for bit, rows without a key included."""
     q, k, v = make_qkv(config, SHAPES[1])
     none = sim.run_fwd(q, k, v, config, sms=2)
     sinks = torch.full((2,), -math.inf)

@@ -1,5 +1,5 @@
-"""Edge cases of the online softmax: when a block's maximum is computed, and that other rows do not
-change.
+"""Edge cases of the online softmax: when a block's maximum is computed, and that this changes no
+other rows.
 
 A row's scores here are random, plus a level per key block, in powers of two. Key blocks are visited
 from the last to the first.
@@ -37,9 +37,10 @@ def kernels():
 
 
 def problem(levels, seqlen_q, seqlen_k, *, scale=D**-0.5, rows=slice(None), spread=1.0):
-    """q, k and v; levels: of the key blocks in the order of visits, added for ``rows`` only.
+    """Returns q, k and v. levels: added to the scores of each key block, in the order of visits,
+    for ``rows`` only.
 
-    The first component of q and k makes the level, the others random scores.
+    The first component of q and k makes the level, the others make random scores.
     """
     generator = torch.Generator().manual_seed(5)
     sizes = ((1, seqlen_q, 2, D), (1, seqlen_k, 1, D), (1, seqlen_k, 1, D))
@@ -64,12 +65,12 @@ def all_configs(test):
     return pytest.mark.parametrize("config", CONFIGS, ids=lambda c: c.full_name)(test)
 
 
-# P of fp16 has fewer bits below 2^-14, which is 9.7 nats below 1, and ends at 2^-25, 17.3 nats.
+# P in fp16 has fewer bits below 2^-14, 9.7 nats below 1, and becomes 0 at 2^-25, 17.3 nats below 1.
 @pytest.mark.parametrize("nats", [9.0, 11.0, 12.0, 13.0, 14.0, 15.0])
 @pytest.mark.parametrize("config", (*CONFIGS, *BF16), ids=lambda c: c.full_name)
 def test_many_small_weights_beside_a_large_one(config, nats):
-    """Together they are the output, as the key that outweighs each of them has value 0. It comes
-    first, so that its score is the reference of all the others."""
+    """The small weights together make the output, as the key that outweighs each of them has the
+    value 0. This key comes first, so that its score is the reference of all others."""
     q, k, v = problem([0.0] * 64, 1, 2048)
     outweigh(q, k, v, nats)
     q, k, v = (x.bfloat16() if config.dtype == "bf16" else x for x in (q, k, v))
@@ -79,8 +80,8 @@ def test_many_small_weights_beside_a_large_one(config, nats):
 @all_configs
 @pytest.mark.parametrize("level", [-15.9, -17.3, -20.2])
 def test_many_equal_small_weights_beside_a_large_one(config, level):
-    """All are rounded alike, so errors do not average out. They are those of FlashAttention-2's
-    order, in which the largest P of a row is 1."""
+    """All weights are rounded alike, so that errors do not average out. They equal those of
+    FlashAttention-2's order, in which the largest P of a row is 1."""
     q, k, v = problem([0.0] + [level] * 63, 1, 2048, spread=0.0)
     k[:, -1], k[:, -BLOCK:-1] = k[:, -1].clone(), k[:, 0, None]
     v[:] = 1
@@ -93,7 +94,8 @@ def test_many_equal_small_weights_beside_a_large_one(config, level):
 
 @all_configs
 def test_rows_that_attend_to_themselves(config):
-    """Each outweighs by 13 nats what it sees of the past, most of which comes in later blocks."""
+    """A row's own key outweighs each earlier one by 13 nats, and most of these come in later
+    blocks."""
     q, k, v = problem([0.0] * 40, D // 2, 1280)
     own = torch.eye(D // 2, dtype=torch.float16)[None, :, None]
     q[..., D // 2 :] = 16 * own
@@ -118,7 +120,7 @@ def test_levels_that_rise(config, rise, rows):
 
 @all_configs
 def test_one_score_in_a_row_of_equal_ones(config):
-    """All scores of all rows alike, but one in the block visited last, 2^20 above."""
+    """All scores of all rows are equal but one, 2^20 above, in the block that is visited last."""
     q, k, v = problem([0.0] * 5, 64, 160, spread=0.0)
     k[0, 7, 0, 0] = 20 / (64 * D**-0.5 * math.log2(math.e))
     check_forward(*run(config, q, k, v), q, k, v, causal=True)
@@ -127,7 +129,7 @@ def test_one_score_in_a_row_of_equal_ones(config):
 @all_configs
 @pytest.mark.parametrize("level", [-2600.0, -40.0, 0.0, 40.0, 2600.0])
 def test_scores_far_from_zero(config, level):
-    """About 1e4 before the scale: relative to 0 they vanish or overflow."""
+    """Scores are about 1e4 before the scale, so that relative to 0 weights vanish or overflow."""
     q, k, v = problem([level] * 4, 64, 128, rows=ROWS)
     check_forward(*run(config, q, k, v), q, k, v, causal=True)
 
@@ -145,7 +147,8 @@ def test_scale_above_one(config, rise, scale):
 @all_configs
 @pytest.mark.parametrize("level", [-30.0, 0.0, 30.0])
 def test_rows_whose_first_keys_come_in_an_unmasked_block(config, level):
-    """Row 0 sees the first key block, or two, and none of those visited before."""
+    """Row 0 sees the first key block, or the first two, and none of those that are visited
+    before."""
     for seqlen_k in (config.tile_m + BLOCK - 1, config.tile_m + 2 * BLOCK - 1):
         blocks = -(-seqlen_k // BLOCK)
         q, k, v = problem([0.0] * (blocks - 1) + [level], config.tile_m, seqlen_k, rows=ROWS)
@@ -154,7 +157,7 @@ def test_rows_whose_first_keys_come_in_an_unmasked_block(config, level):
 
 @all_configs
 def test_scores_of_minus_infinity(config):
-    """In two unmasked blocks that are visited before any other key."""
+    """All scores are minus infinity in two unmasked blocks, which are visited before any other."""
     q, k, v = problem([0.0] * 6, 40, 192)
     k[0, 2 * BLOCK :, 0, 0] = -math.inf
     check_forward(*run(config, q, k, v), q, k, v, causal=True)
@@ -164,7 +167,7 @@ def test_scores_of_minus_infinity(config):
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("fall", [0.0, 200.0])
 def test_a_row_without_a_result_leaves_others_alone(config, fall, value):
-    """Because of that row its warp computes every block again."""
+    """The row makes its warp compute every block again."""
     q, k, v = problem([-fall * i for i in range(6)], 70, 192)
     q[0, 9, 1, 5] = value
     out, lse = run(config, q, k, v)
@@ -191,8 +194,8 @@ EXTREMES = [
 @pytest.mark.parametrize("sign", [1, -1])
 @pytest.mark.parametrize(("config", "value"), EXTREMES, ids=lambda x: getattr(x, "full_name", x))
 def test_equal_scores_of_any_magnitude(config, value, sign):
-    """The exponent of the maximum is 0, and not what rounding m * c left over: with one FFMA for
-    both the output was NaN, or 0 with a log-sum-exp of minus infinity."""
+    """The exponent of the maximum is exactly 0, and not the rounding error of m * c: with one FFMA
+    for product and difference the output was NaN, or 0 with a log-sum-exp of minus infinity."""
     dtype = torch.float16 if config.dtype == "fp16" else torch.bfloat16
     q = torch.full((1, 40, 2, D), value, dtype=dtype)
     k = torch.full((1, 160, 1, D), sign * value, dtype=dtype)

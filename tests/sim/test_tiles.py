@@ -1,4 +1,4 @@
-"""The picture of visited tiles agrees with the mask, and shows where a kernel does not."""
+"""The picture of visited tiles agrees with the mask, and shows where a kernel deviates from it."""
 
 import re
 import xml.etree.ElementTree as ET

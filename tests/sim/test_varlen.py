@@ -23,8 +23,8 @@ CHECKERS = [x for x in sim.CHECKERS if x != "none"]
 COMPILED = [(c, "none") for c in (*CONFIGS, *WINDOWED)]
 COMPILED += [(c, checker) for c in CHECKED for checker in CHECKERS]
 PLANTED = tiers.faults(mutants_varlen.MUTANTS)
-# Lengths of queries and keys: one of each; sequences without queries, without keys, without both;
-# nothing at all; one row; a tile's edge; many short ones.
+# Lengths of queries and keys: sequences of many kinds, some without queries, without keys or
+# without both; nothing at all; one row; a tile's edge; many short sequences.
 BATCHES = (
     ((100,), (100,)),
     ((130, 1, 0, 64, 200), (130, 77, 50, 0, 33)),
@@ -52,7 +52,7 @@ def mutants(tmp_path_factory):
 @pytest.mark.parametrize("batch", BATCHES, ids=lambda b: "-".join(map(str, b[0])) or "none")
 @each_config
 def test_results(config, batch):
-    """NaN behind the sequences, and sequences of others beside them, reach no result."""
+    """Neither NaN behind the sequences nor tokens of other sequences reach a result."""
     for seed, copy_mode in enumerate(sim.COPY_MODES):
         qkv = make_qkv(config, batch, seed=seed)
         result = run(config, qkv, batch, seed=seed, copy_mode=copy_mode)
@@ -61,7 +61,7 @@ def test_results(config, batch):
 
 @each_config
 def test_packed_heads_and_sinks(config):
-    """Three heads, which take four rows; a sink is for rows without keys, not for no sequence."""
+    """Three packed heads take four rows. Rows without keys have sinks, rows of no sequence none."""
     sinks = torch.tensor([1.0, -2.0, 3.0, 0.0, 5.0, -1.0])
     qkv = make_qkv(config, SOME, h=6)
     result = run(config, qkv, SOME, pack_heads=True, sinks=sinks)
@@ -70,7 +70,7 @@ def test_packed_heads_and_sinks(config):
 
 @each_checked
 def test_one_key_that_outweighs_many(config):
-    """The small weights, taken together, make up most of the output."""
+    """The small weights together make up most of the output."""
     batch = (1, 2, 1), (700, 300, 900)
     q, k, v = make_qkv(config, batch)
     for i, j in itertools.pairwise(starts(batch[1]).tolist()):
@@ -88,7 +88,7 @@ def test_windows(config, window):
 
 @each_config
 def test_rows_that_are_not_used(config):
-    """They are NaN, in q, k and v, as what lies behind the sequences."""
+    """Unused rows are NaN in q, k and v, like the rows behind the sequences."""
     used = (64, 1, 0, 0, 129), (130, 20, 3, 0, 0)
     qkv = make_qkv(config, SOME)
     for x, lengths, counts in zip(qkv, (*SOME, SOME[1]), (*used, used[1]), strict=True):
@@ -113,7 +113,7 @@ def test_padding_around_the_tokens(config):
 
 @each_checked
 def test_bound_below_a_length(config):
-    """Rows from max_seqlen_q on are as those that are not used."""
+    """A sequence's rows from max_seqlen_q on count as unused."""
     qkv = make_qkv(config, SOME)
     used = tuple(min(n, 100) for n in SOME[0]), SOME[1]
     check(run(config, qkv, SOME, max_seqlen_q=100), config, qkv, SOME, used)
@@ -135,7 +135,7 @@ def test_equal_lengths_equal_a_dense_batch(config):
 
 @each_config
 def test_neighbours_do_not_matter(config):
-    """Not in one bit: a sequence among others of NaN is as alone."""
+    """A sequence among others of NaN has every bit that it has alone."""
     batch = (40, 150, 60), (50, 170, 90)
     begins = [starts(lengths) for lengths in (batch[0], batch[1], batch[1])]
     qkv = [4 * x for x in make_qkv(config, batch)]
@@ -154,7 +154,8 @@ def test_neighbours_do_not_matter(config):
 
 @each_checked
 def test_order_of_sequences_does_not_matter(config):
-    """Bit for bit; launched twice, the second finds what the first left in the tile counters."""
+    """Results are equal bit for bit. Of two launches the second finds the tile counters as the
+    first has left them."""
     order = (3, 0, 4, 1, 2)
     qkv = [4 * x for x in make_qkv(config, SOME)]
     sides = SOME[0], SOME[1], SOME[1]
@@ -168,7 +169,7 @@ def test_order_of_sequences_does_not_matter(config):
 
 
 def plan_of(config, batch, more=5):
-    """The tiles of a head as (first row, block, key blocks), in the plan's order."""
+    """Returns the tiles of a head as (first row, block, key blocks), in the plan's order."""
     result = run(config, make_qkv(config, batch, h=1, h_k=1, more=more), batch)
     plan = result.outputs["plan"]
     m = config.tile_m
@@ -184,7 +185,8 @@ def plan_of(config, batch, more=5):
 
 
 def tiles_of(config, lengths, more=5):
-    """Of all sequences, and of rows of none behind them, in the batch's order."""
+    """Returns (first row, block) of the tiles of all sequences, and of ``more`` rows of no sequence
+    behind them, in the batch's order."""
     begins = starts(lengths).tolist()
     segments = [*zip(begins, lengths, strict=False), (begins[-1], more)]
     return [(row, block) for row, n in segments for block in range(-(-n // config.tile_m))]
@@ -192,7 +194,7 @@ def tiles_of(config, lengths, more=5):
 
 @each_config
 def test_plan(config):
-    """Each tile of a head once, those with most key blocks first."""
+    """The plan has each tile of a head once, and those with most key blocks come first."""
     batch = SOME[0], (130, 77, 50, 0, 250)
     tiles = plan_of(config, batch)
     assert sorted(tile[:2] for tile in tiles) == sorted(tiles_of(config, batch[0]))
@@ -203,7 +205,8 @@ def test_plan(config):
 
 @each_config
 def test_plan_of_tiles_that_are_alike(config):
-    """In the batch's order: neighbours share their keys, and none is much longer."""
+    """Such tiles come in the batch's order, as neighbours share their keys and none is much
+    longer."""
     batch = (70, 200, 0, 130, 65), (40, 3 * config.tile_n, 50, 70, 1)
     if config.mask == "causal":
         batch = (50, 2, 0, 3 * config.tile_n, 64), (50, 2, 0, 3 * config.tile_n, 64)
@@ -215,8 +218,8 @@ def test_plan_of_tiles_that_are_alike(config):
 @pytest.mark.parametrize("more", [0, 5], ids=["whole", "rows of none"])
 @pytest.mark.parametrize("config", CONFIGS[::2], ids=lambda c: c.full_name)
 def test_plan_of_equal_sequences(config, more):
-    """Under a causal mask: the last tiles of all come first, in the batch's order. Rows of no
-    sequence behind them ask for the order by key blocks."""
+    """Under a causal mask the last tiles of all sequences come first, in the batch's order. Rows of
+    no sequence behind them make the plan sort by key blocks instead."""
     lengths = (300,) * 5
     tiles = plan_of(config, (lengths, lengths), more)
     blocks = [tile[2] for tile in tiles]
@@ -230,7 +233,7 @@ def test_plan_of_equal_sequences(config, more):
 
 @pytest.mark.parametrize("b", [600, 700])
 def test_more_sequences_than_the_planner_has_threads(b):
-    """And than it has room for in shared memory; 700 are that many."""
+    """700 sequences are also more than the planner has room for in shared memory."""
     batch = tuple(i % 3 // 2 for i in range(b)), tuple(i % 7 for i in range(b))
     qkv = make_qkv(TWO_STAGES, batch, h=1, h_k=1)
     check(run(TWO_STAGES, qkv, batch, max_seqlen_q=1), TWO_STAGES, qkv, batch)
@@ -246,7 +249,7 @@ def test_checkers_are_silent(config, which):
 
 
 LARGE, SMALL = 2**31 - 1, -(2**31)
-# Values that are no lengths: of cu_seqlens_q and cu_seqlens_k, seqused_q and seqused_k.
+# Invalid values of cu_seqlens_q and cu_seqlens_k, and of seqused_q and seqused_k.
 HOSTILE = {
     "decreasing": ((0, 150, 30, 90), (200, 100, 0, 50)),
     "overlapping": ((0, 200, 0, 200, 0, 200, 0, 200), (0, 200) * 4),
@@ -262,7 +265,7 @@ HOSTILE = {
 )
 @each_checked
 def test_no_lengths_reach_beyond_the_tensors(config, name, which):
-    """Results mean nothing then, but each access stays inside."""
+    """Results are undefined then, but each access stays inside the tensors."""
     qkv = make_qkv(config, ((200,), (200,)), h=2, h_k=1, more=0)
     lengths = [torch.tensor(x, dtype=torch.int32) for x in HOSTILE[name]]
     options = dict(zip(("seqused_q", "seqused_k"), lengths[2:], strict=False))
@@ -273,7 +276,7 @@ def test_no_lengths_reach_beyond_the_tensors(config, name, which):
 
 @pytest.mark.parametrize("mutant", PLANTED, ids=lambda m: m.name)
 def test_mutant_is_found(mutant, mutants):
-    """By a report, or by a comparison with the reference in some order of the warps."""
+    """A report finds it, or a comparison with the reference in some order of the warps."""
     config = mutant.config
     batch = (100, 30, 1, 200), (150, 70, 40, 33)
     qkv = make_qkv(config, batch)

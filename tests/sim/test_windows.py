@@ -22,8 +22,8 @@ COMPILED = [(c, "none") for c in CONFIGS] + [(c, x) for c in CHECKED for x in CH
 for mask in ("none", "causal"):
     COMPILED += [(dataclasses.replace(c, mask=mask), "none") for c in CHECKED]
 # ((b, seqlen_q, seqlen_k, h, h_k), (left, right)): the diagonal alone; windows narrower and wider
-# than a block, to one side and both; more queries than keys, so that rows see nothing; more keys
-# than queries; a window that ends before the keys begin; wider than everything.
+# than a block, on one side and on both; more queries than keys, so that rows see nothing; more keys
+# than queries; a window that ends before the keys begin; a window wider than everything.
 PROBLEMS = (
     ((1, 130, 130, 1, 1), (0, 0)),
     ((1, 300, 300, 2, 1), (40, 0)),
@@ -77,7 +77,7 @@ def test_checkers_are_silent(config, checker):
 @pytest.mark.parametrize("config", CHECKED, ids=lambda c: c.full_name)
 @pytest.mark.parametrize(("mask", "window"), [("none", (500, 500)), ("causal", (500, 0))])
 def test_window_that_covers_all_equals_none(config, mask, window):
-    """Bit for bit: the same blocks in the same order."""
+    """Results are equal bit for bit, as the same blocks are visited in the same order."""
     q, k, v = make_qkv(config, (1, 200, 270, 1, 1))
     local = sim.run_fwd(q, k, v, config, window_size=window, sms=2)
     plain = sim.run_fwd(q, k, v, dataclasses.replace(config, mask=mask), sms=2)
