@@ -74,7 +74,8 @@ class Asked:
         b, seqlen_q, seqlen_k = self.b, self.seqlen_q, self.seqlen_k
         longest_q = seqlen_q if self.bounds is None else min(self.bounds[0], seqlen_q)
         left, right = self.window_size[0], 0 if self.causal else self.window_size[1]
-        fixed = self.num_splits > 0  # then the choice of the kernel ignores the lengths
+        # With fixed splits neither b, seqlen_k nor the lengths of a ragged batch choose the kernel.
+        fixed = self.num_splits > 0
         all_left = left < 0 or (not fixed and left >= seqlen_k - 1)
         all_right = right < 0 or (not fixed and right >= longest_q - 1)
         local = not (all_left and (all_right or right == 0))

@@ -537,7 +537,7 @@ def test_compiled_calls_write_to_the_cache(kernel_class: str) -> None:
 @pytest.mark.parametrize("page_size", [0, 16])
 @pytest.mark.parametrize("n_new", [0, 2])
 def test_an_int_is_the_length_of_all(kernel_class: str, page_size: int, n_new: int) -> None:
-    """No tensor holds the length then; the kernel takes it from the bound of the keys."""
+    """No tensor holds the length then: it is given as the bound of the keys."""
     (k, v), table = pages_of((400, 400, 400), page_size or 400)
     where = {"block_table": table} if page_size else {}
     q = torch.randn(3, 2, 8, 128, device="cuda", dtype=torch.bfloat16)

@@ -89,7 +89,7 @@ def test_checkers_are_silent(config, checker):
 @pytest.mark.parametrize("shape", SHAPES[1:5], ids=lambda s: "-".join(map(str, s)))
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda c: c.full_name)
 def test_work_done_is_the_work_planned(config, shape):
-    """Products are counted exactly, and shared memory has no bank conflicts."""
+    """Counters are exact, and shared memory has no bank conflicts."""
     bwd_checks.check_work_done(config, shape)
 
 

@@ -80,8 +80,8 @@ def test_sums_are_those_of_key_heads_of_their_own(config, shape, deterministic):
 
 @pytest.mark.parametrize("config", RAGGED, ids=lambda c: c.full_name)
 def test_ragged_batches(config):
-    """Rows of no sequence behind the batch have gradients of zeros, and lengths of overlapping
-    sequences are survived."""
+    """Gradients are right, those of rows of no sequence included, which are zeros. A batch of
+    overlapping sequences runs to its end."""
     problem = make_ragged(config, SOME)
     result = problem.run(config, head_parts=PARTS, copy_mode="random")
     problem.check(result)

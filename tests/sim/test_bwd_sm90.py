@@ -205,7 +205,7 @@ def wrong_counts(config, problem, result):
 @pytest.mark.parametrize("shape", (*SHAPES[1:5], LONG), ids=lambda s: "-".join(map(str, s)))
 @pytest.mark.parametrize("config", CONFIGS, ids=name_of)
 def test_work_done_is_the_work_planned(config, shape):
-    """Products are counted exactly, and shared memory has no bank conflicts."""
+    """Counters are exact, and shared memory has no bank conflicts."""
     problem = make_problem(config, shape)
     assert not wrong_counts(config, problem, passed(problem.run(config)))
 

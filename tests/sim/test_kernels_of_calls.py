@@ -32,7 +32,7 @@ def over_a_cache(head_dims, masks, rows):
         yield heuristics.choose_fwd(asked, (9, 0))
 
 
-# A CTA of one consumer warpgroup has an SM to itself here, so that its registers cannot be raised.
+# A CTA of one consumer warpgroup that has an SM to itself: no raise of registers is left for it.
 DECODING = [*over_a_cache((128, 192, 256), ("none", "causal"), (8,))]
 CACHED = DECODING + ([*over_a_cache(HEAD_DIMS, MASKS, (8, 128))] if tiers.everything else [])
 CONFIGS = list(dict.fromkeys(SHIPPED + CACHED))

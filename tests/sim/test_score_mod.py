@@ -267,7 +267,7 @@ def test_slopes_that_all_entries_share(config):
 
 @both
 def test_no_lengths_reach_beyond_the_slopes(config):
-    """They do not for a batch of no sequence, nor for lengths without meaning."""
+    """This holds for a batch of no sequence, and for lengths without meaning."""
     large, small = 2**31 - 1, -(2**31)
     for lengths in ((0,), (0, 150, 30, 90), (small, large, small, large), (5, -5, large, 7)):
         qkv = ragged.make_qkv(config, ((200,), (200,)), h=2, h_k=1, more=0)

@@ -234,8 +234,8 @@ def test_tiles_with_few_blocks_are_not_split(config):
 @pytest.mark.parametrize("seed", range(3))
 @each((*CHECKED, *PAGED[:2]))
 def test_no_values_reach_beyond_the_tensors(config, seed):
-    """No tensor of integers can cause it. Results are undefined then, but each access stays
-    inside."""
+    """This holds for any values in any tensor of integers. Results are undefined then, but each
+    access stays inside."""
     make = (lambda *x, **o: paged(*x, 16, **o)) if config.paged else contiguous
     problem = make(config, ((9, 1, 20), (40, 70, 130)), h=2)
     names = "seqused_k", "cu_seqlens_q", "block_table", "cache_batch_idx", "leftpad_k"

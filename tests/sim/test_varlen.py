@@ -23,8 +23,8 @@ CHECKERS = [x for x in sim.CHECKERS if x != "none"]
 COMPILED = [(c, "none") for c in (*CONFIGS, *WINDOWED)]
 COMPILED += [(c, checker) for c in CHECKED for checker in CHECKERS]
 PLANTED = tiers.faults(mutants_varlen.MUTANTS)
-# Lengths of queries and keys: sequences of many kinds, some without queries, without keys or
-# without both; nothing at all; one row; a tile's edge; many short sequences.
+# Lengths of queries and keys: a single sequence; sequences without queries or without keys; only
+# empty sequences; an empty sequence and lengths at a tile's edge; many short sequences; none.
 BATCHES = (
     ((100,), (100,)),
     ((130, 1, 0, 64, 200), (130, 77, 50, 0, 33)),
