@@ -24,8 +24,8 @@ from flashcute import sim
 from flashcute.config import MASKS
 from flashcute.heuristics import bwd_with_options
 
-# b, seqlen_q, seqlen_k, h, h_k, SMs: six tiles of keys; two tiles of keys, with queries that see no
-# key and heads in groups. There are more tiles than SMs.
+# b, seqlen_q, seqlen_k, h, h_k, SMs: six tiles of keys a head; two tiles of keys, with queries that
+# see no key and heads in groups.
 SHAPES = ((2, 140, 700, 2, 1, 4), (1, 300, 200, 4, 2, 6))
 # One configuration for each way to write dQ; the others differ from these in sizes.
 DENSE = [with_mask(config, mask) for config in (ROWS, COLUMNS, WIDE) for mask in MASKS]

@@ -37,8 +37,8 @@ COMPILED = [(config, "none") for config in (*CONFIGS, ASKING, ONE_STAGE)]
 LONG = (1, 300, 700, 2, 1)
 # On three SMs each CTA owns heads, which have one or two tiles of keys, or two query heads.
 OWNED = ((6, 70, 128, 1, 1), (1, 100, 120, 12, 6), (3, 100, 256, 1, 1))
-# b, seqlen_q, seqlen_k, h, h_k, SMs: four waves of tiles, with two to four tiles a head, so that a
-# head's first tile stores dQ and the others add to it.
+# b, seqlen_q, seqlen_k, h, h_k, SMs: at least four waves of tiles, with two to four tiles a head,
+# so that a head's first tile stores dQ and the others add to it.
 STORED_FIRST = ((3, 140, 500, 4, 2, 4), (5, 129, 400, 2, 1, 4), (4, 140, 300, 4, 2, 6))
 # b, seqlen_q, seqlen_k, h, h_k, and CTAs or clusters: these share the tiles that whole waves leave
 # over, and in the last shape all tiles. Where clusters compute tiles, :func:`sharing_problem` takes
