@@ -1,7 +1,7 @@
-"""Odd calls, each with the error that it must fail with or the right result: one table.
+"""A table of odd calls, each with the error that it must raise or with its right result.
 
-It is run on CPU, meta and fake tensors, on CUDA where there is a GPU, in a ``python -O`` process,
-which would strip asserts, through torch.compile, and through ``supports()``.
+Tests run it on CPU, meta and fake tensors, on CUDA where there is a GPU, in a ``python -O``
+process, which would strip asserts, through torch.compile, and through ``supports()``.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch._subclasses import FakeTensorMode
 import flashcute
 from flashcute.reference import attention_ref
 
-# What torch says of the kinds of tensors that cases are made of.
+# Warnings that torch gives for the kinds of tensors that the cases use.
 WARNINGS = (
     "ignore:The PyTorch API of (nested tensors|MaskedTensors) is in prototype stage:UserWarning",
     "ignore:Sparse CSR tensor support is in beta state:UserWarning",
@@ -31,11 +31,11 @@ WARNINGS = (
 )
 
 DEVICES = ("cpu", "meta", "fake", "cuda")
-# A torch without CUDA can make FakeTensors of a cuda device, but not slice them.
+# A torch without CUDA can make FakeTensors on a cuda device, but cannot slice them.
 _FAKE = "cuda" if torch.cuda.is_available() else "meta"
 _KERNELS = ("meta", "fake", "cuda")
 _REAL = ("cpu", "cuda")
-_PER_HEAD = ("alibi_slopes", "sinks")  # tensors: a function of the device makes them
+_PER_HEAD = ("alibi_slopes", "sinks")  # cases give functions that make them on a device
 
 _FORM = r"^flash_attn_\w*func: expected .*, got .*; .+"
 
@@ -45,14 +45,15 @@ class Case:
     """A call that raises ``error`` with a message that ``pattern`` matches, or is right.
 
     Attributes:
-        name: Unique.
-        error: Of CUDA, meta and fake tensors; None for a right result.
+        name: A unique name.
+        error: The error of CUDA, meta and fake tensors; None for a right result.
         pattern: What the message must match, besides '<function>: expected ..., got ...; ...'.
-        options: Keyword arguments.
-        sizes: Of the tensors, see :func:`tensors`.
-        change: (index, function): one of q, k, v replaced by the function of it.
-        call: (function's name, arguments of a device) where it is not flash_attn_func(q, k, v).
-        right_on_cpu: Whether the reference takes what the kernels refuse.
+        options: Keyword arguments of the call.
+        sizes: Arguments of :func:`tensors`, which makes q, k and v.
+        change: (index, function): the function replaces q, k or v, which index selects.
+        call: (name of a function, function from device to arguments), where the call is not
+            flash_attn_func(q, k, v).
+        right_on_cpu: Whether CPU tensors give a right result where the kernels refuse the call.
         on: The devices where the case can be made.
     """
 
@@ -70,7 +71,7 @@ class Case:
         return None if self.right_on_cpu and device == "cpu" else self.error
 
     def arguments(self, device: str) -> tuple[Callable, list[object], dict[str, object]]:
-        """Function, positional and keyword arguments."""
+        """Returns the function to call, its positional and its keyword arguments."""
         function, args = "flash_attn_func", None
         if self.call is not None:
             function, args = self.call[0], list(self.call[1](device))
@@ -88,7 +89,7 @@ class Case:
     def failure(
         self, device: str, wrap: Callable[[Callable], Callable] = lambda f: f
     ) -> str | None:
-        """What is wrong with the way the call ends; None if it ends as it must."""
+        """Runs the call; returns what is wrong with its error or result, None if nothing is."""
         with FakeTensorMode() if device == "fake" else contextlib.nullcontext():
             function, args, options = self.arguments(_FAKE if device == "fake" else device)
             error = self.error_on(device)
@@ -114,7 +115,7 @@ class Case:
         out = result[0] if isinstance(result, tuple) else result
         if (out.shape, out.dtype, out.device) != (q.shape, q.dtype, q.device):
             return f"{self.name}: expected out like q, got {out.shape}, {out.dtype}, {out.device}"
-        if device != "cpu" and "cpu" in self.on:  # the same code must run on either
+        if device != "cpu" and "cpu" in self.on:  # the same code must run on both
             strides = flashcute.flash_attn_func(*self.arguments("cpu")[1]).stride()
             if out.stride() != strides:
                 return f"{self.name}: expected strides {strides} as on cpu, got {out.stride()}"
@@ -129,7 +130,7 @@ class Case:
         return None if error <= tolerance else f"{self.name}: the result is wrong by {error}"
 
     def asked_of_supports(self) -> dict[str, object] | None:
-        """The call as arguments of supports(); None for one that only tensors can express."""
+        """Returns the arguments of supports() for this call; None if only tensors express it."""
         if self.change or self.call or any(callable(self.options.get(name)) for name in _PER_HEAD):
             return None
         names = {"d": "head_dim", "h": "num_heads", "h_k": "num_heads_k", "dtype": "dtype"}
@@ -140,7 +141,7 @@ class Case:
 
 
 def _plain(value: object) -> object:
-    """numpy's scalars as Python's, which is what the reference takes."""
+    """Converts numpy's scalars to Python's, as the reference takes no others."""
     if isinstance(value, (tuple, list)):
         return tuple(map(_plain, value))
     return value.tolist() if isinstance(value, np.generic) else value
@@ -156,7 +157,7 @@ def tensors(
     d: int = 64,
     dtype: torch.dtype = torch.float16,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """q, k, v of numbers from -1 to 1."""
+    """Returns q, k and v with numbers from -1 to 1."""
 
     def waves(start: int, *shape: int) -> torch.Tensor:
         count = math.prod(shape)
@@ -170,7 +171,7 @@ def tensors(
 def _changed(
     name: str, error: type[Exception] | None, pattern: str, change: Callable, which="qkv", **kwargs
 ) -> Iterator[Case]:
-    """A case for each of q, k, v; NAME in the pattern stands for its name."""
+    """Yields a case for each tensor of ``which``; NAME in the pattern stands for its name."""
     for name_of in which:
         index = "qkv".index(name_of)
         text = pattern.replace("NAME", name_of)
@@ -180,7 +181,7 @@ def _changed(
 def _option(
     argument: str, error: type[Exception] | None, values: dict[str, object], **kwargs
 ) -> Iterator[Case]:
-    """A case for each value of an option; the keys are the values as the message shows them."""
+    """Yields a case for each value of an option; the keys of ``values`` are what messages show."""
     for shown, value in values.items():
         pattern = rf"expected .*, got {argument}={re.escape(shown)}"
         name = f"{argument}={'right:' * (error is None)}{shown}"
@@ -215,7 +216,7 @@ _sinks = functools.partial(_per_head, "sinks")
 
 
 def _shifted(elements: int) -> Callable[[torch.Tensor], torch.Tensor]:
-    """The same numbers and strides, starting that many elements into a storage."""
+    """Returns a function that copies a tensor so that it starts at this element of a storage."""
 
     def shifted(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.new_zeros(tensor.numel() + elements)
@@ -225,7 +226,7 @@ def _shifted(elements: int) -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 def _strided(*strides: int) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Other numbers in overlapping rows of these strides."""
+    """Returns a function that views a tensor's memory with strides by which elements overlap."""
 
     def strided(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.flatten().as_strided(tensor.shape, strides)
@@ -234,7 +235,7 @@ def _strided(*strides: int) -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 def _gap(elements: int) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Rows with a gap behind them."""
+    """Returns a function that copies a tensor to rows with so many elements between them."""
     return lambda t: torch.nn.functional.pad(t, (0, elements))[..., : t.shape[-1]]
 
 
@@ -327,7 +328,7 @@ def _kinds() -> Iterator[Case]:
             call=("flash_attn_func", lambda device, dtype=dtype: _quantized(dtype)),
             on=("cpu",),
         )
-    # what is no plain torch.Tensor by its type, but computes as one
+    # These are of other types than torch.Tensor, but compute as one.
     yield from _changed(
         "is a Parameter", None, "", lambda t: torch.nn.Parameter(t, requires_grad=False)
     )
@@ -417,7 +418,7 @@ def _shapes() -> Iterator[Case]:
 
 
 def _layouts() -> Iterator[Case]:
-    """All of them right, on every device."""
+    """Yields odd memory layouts; every device must return the right result for each of them."""
     layouts = {
         "last dimension outermost": lambda t: t.movedim(3, 0).contiguous().movedim(0, 3),
         "rows and head_dim swapped": lambda t: t.mT.contiguous().mT,
@@ -456,7 +457,7 @@ def _options() -> Iterator[Case]:
 
     yield from _option("dropout_p", TypeError, {**_NO_FLOATS, **_NO_NONE})
     yield from _option("dropout_p", ValueError, {"-0.1": -0.1, "1.0": 1.0, "2": 2, **_BEYOND})
-    yield from _option("dropout_p", ValueError, {"0.99999": 0.99999})  # rounded it is 1
+    yield from _option("dropout_p", ValueError, {"0.99999": 0.99999})  # is rounded to 1
     right = {"0.1": 0.1, "0.5": np.float32(0.5), "1e-50": 1e-50, "1 - 2**-16": 1 - 2**-16}
     yield from _option("dropout_p", None, right)
     yield from _option("dropout_p", None, {"0": 0, "np.float32(0)": np.float32(0)})

@@ -1,7 +1,7 @@
-"""Odd calls of the functions with a cache, each with the error that it must fail with: one table.
+"""A table of odd calls of the functions with a KV cache, each with the error that it must raise.
 
-As :mod:`bad_input_varlen`, whose checks of lengths and options are not repeated here but for one
-value of each.
+:mod:`bad_input_varlen` has the checks of lengths and options, of which one value each is repeated
+here.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import flashcute
 
 CACHE, VARLEN = "flash_attn_with_kvcache", "flash_attn_varlen_func"
 _FORM = r"^flash_attn_\w+: expected .*, got .*; .+"
-# Values of lengths and page numbers can be read on the CPU only.
+# The checks can read the values of lengths and page numbers on the CPU only.
 _READABLE = ("cpu",)
 _ANY = ("cpu", "meta", "fake", "cuda")
 _REAL = ("cpu", "cuda")
@@ -27,7 +27,7 @@ _KERNELS = ("meta", "cuda")
 
 
 class Case(NamedTuple):
-    """As of :mod:`bad_input_varlen`; ``paged`` calls have a block_table."""
+    """A call that fails, as in :mod:`bad_input_varlen`; ``paged`` calls have a block_table."""
 
     name: str
     error: type[Exception]
@@ -38,7 +38,7 @@ class Case(NamedTuple):
     on: tuple[str, ...] = _ANY
 
     def failure(self, device: str, wrap: Callable = lambda function: function) -> str | None:
-        """What is wrong with the way the call ends; None if it ends as it must."""
+        """Runs the call; returns what is wrong with how it fails, None if nothing is."""
         real = {"fake": "cpu", "fake_cuda": "cuda"}.get(device, device)
         with FakeTensorMode() if real != device else contextlib.nullcontext():
             given = arguments(self.function, real, self.paged)
@@ -61,7 +61,10 @@ class Case(NamedTuple):
 
 
 def arguments(function: str, device: str, paged: bool = False) -> dict[str, object]:
-    """Of a call that is right on the CPU and on meta tensors: 3 sequences, 8 tokens of room."""
+    """Returns the arguments of a call that is right on the CPU and on meta tensors.
+
+    The cache has room for 8 tokens of each of the 3 sequences.
+    """
 
     def ones(*shape: int, dtype=torch.float16) -> torch.Tensor:
         return torch.ones(shape, dtype=dtype, device=device)
@@ -164,7 +167,7 @@ def _new_tokens() -> Iterator[Case]:
         expanded = {n: lambda x, _: x[:1].expand(x.shape)}
         pattern = rf"{n} with memory for each element, .*got {n}.stride\(\)=\(0, .*contiguous"
         yield _case(f"{n} expanded", ValueError, pattern, **expanded)
-    # What can be known without reading a tensor.
+    # These lengths are ints, which the checks know without reading a tensor.
     for value in (8, 100, 2**40):
         pattern = rf"0 <= cache_seqlens <= 7, .*room for 8 .*got cache_seqlens={value} with 1 tok"
         yield _case(f"cache_seqlens={value}", ValueError, pattern, cache_seqlens=value)
@@ -262,7 +265,7 @@ def _values() -> Iterator[Case]:
     for entry in (-1, 3, 2**31 - 1):
         pattern = rf"0 <= cache_batch_idx\[1\] < 3, .*got cache_batch_idx\[1\]={entry}; pass"
         yield value(f"entry {entry}", pattern, cache_batch_idx=_ints([0, entry, 1]))
-    # Tokens to append need a page, too.
+    # Tokens to append need a valid page, too.
     table = _ints([[0, 9], [3, 1], [2, 9]])
     pattern = r"0 <= block_table\[0, 1\] < 6, .*got block_table\[0, 1\]=9; .*4 of .*5 tokens"
     change = {"cache_seqlens": _ints([4, 4, 0]), "block_table": table}

@@ -1,7 +1,7 @@
-"""Odd calls of the varlen functions, each with the error that it must fail with: one table.
+"""A table of odd calls of the varlen functions, each with the error that it must raise.
 
-As :mod:`bad_input` for the dense functions, whose checks of options are not repeated here but for
-one value of each.
+:mod:`bad_input` is the table of the dense functions. It has the checks of options, of which one
+value each is repeated here.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ import flashcute
 
 VARLEN, KV, QKV = (f"flash_attn_varlen_{n}func" for n in ("", "kvpacked_", "qkvpacked_"))
 
-# Lengths of queries 4, 0, 3 and of keys 5, 2, 0; one token of each kind belongs to no sequence.
+# The sequences have 4, 0 and 3 queries and 5, 2 and 0 keys. One query and one key belong to none.
 CU_Q, CU_K = [0, 4, 4, 7], [0, 5, 7, 7]
 TOTAL_Q, TOTAL_K = 8, 8
 
-# Values of lengths can be read on the CPU only.
+# The checks can read the values of lengths on the CPU only.
 _READABLE = ("cpu",)
 _ANY = ("cpu", "meta", "fake", "cuda")
 _REAL = ("cpu", "cuda")
 _KERNELS = ("meta", "cuda")
-# CUDA tensors without a GPU: fake ones, and meta ones, which stand for them.
+# Devices that take the path of CUDA tensors; meta and fake_cuda do without a GPU.
 _CUDA = ("meta", "fake_cuda", "cuda")
 
 _FORM = r"^flash_attn_varlen_\w*func: expected .*, got .*; .+"
@@ -39,12 +39,12 @@ class Case:
     """A call that raises ``error`` with a message that ``pattern`` matches.
 
     Attributes:
-        name: Unique.
-        error: What is raised.
+        name: A unique name.
+        error: The type of the error.
         pattern: What the message must match, besides '<function>: expected ..., got ...; ...'.
-        change: Arguments: values, or functions of (value, device).
-        function: Which of the three.
-        on: cpu, meta, cuda, fake (of the CPU) and fake_cuda, where the case can be made.
+        change: From an argument's name to its value, or to a function of (value, device).
+        function: The name of one of the three varlen functions.
+        on: The devices where the case can be made: cpu, meta, cuda, fake (of the CPU), fake_cuda.
     """
 
     name: str
@@ -57,7 +57,7 @@ class Case:
     def failure(
         self, device: str, wrap: Callable[[Callable], Callable] = lambda f: f
     ) -> str | None:
-        """What is wrong with the way the call ends; None if it ends as it must."""
+        """Runs the call; returns what is wrong with how it fails, None if nothing is."""
         real = {"fake": "cpu", "fake_cuda": "cuda"}.get(device, device)
         with FakeTensorMode() if real != device else contextlib.nullcontext():
             given = arguments(self.function, real)
@@ -80,7 +80,7 @@ class Case:
 
 
 def arguments(function: str, device: str, dtype: torch.dtype = torch.float16) -> dict[str, object]:
-    """Of a call that is right on the CPU and on meta tensors."""
+    """Returns the arguments of a call that is right on the CPU and on meta tensors."""
 
     def tensor(*shape: int) -> torch.Tensor:
         return torch.ones(shape, dtype=dtype, device=device)

@@ -9,7 +9,7 @@ from flashcute.bench import serving
 
 
 def row(d=64, s=512, causal=False, difference=0.0, dtype="bf16", group=1, sustained=False, **us):
-    """A row as the sweep writes it, its speeds from times in microseconds."""
+    """Returns a row as the sweep writes it, with the speeds that follow from ``us``."""
     shape = bm.sweep_shape(d, s, causal)
     shape = dataclasses.replace(shape, h_k=shape.h // group)
     tflops = {name: round(shape.flops / t / 1e6, 1) for name, t in us.items()}
@@ -32,7 +32,7 @@ def row(d=64, s=512, causal=False, difference=0.0, dtype="bf16", group=1, sustai
 
 
 def option_row(name, difference=0.0, lengths=(), **options_and_times):
-    """A row of the shape with options ``name``."""
+    """Returns a row of the shape with options that is called ``name``."""
     options = {
         option: options_and_times.pop(option, usual)
         for option, usual in {"window": (-1, -1), "sinks": False, "softcap": 0.0}.items()
@@ -44,7 +44,7 @@ def option_row(name, difference=0.0, lengths=(), **options_and_times):
 
 
 def serving_row(name, page_size=0, append="", ceiling=4e12, difference=0.0, **us):
-    """A row over a cache of the point ``name``."""
+    """Returns a row of the point over a KV cache that is called ``name``."""
     point = next(points[name] for points in serving.POINTS.values() if name in points)
     shape = dataclasses.replace(point, page_size=page_size, append=append)
     figures = serving.figures(shape, us, {"read_bytes_per_second": ceiling})
@@ -54,7 +54,7 @@ def serving_row(name, page_size=0, append="", ceiling=4e12, difference=0.0, **us
 
 
 def serving_result(*rows, what="decode", **changes):
-    """A result of ``--pass decode`` with these rows."""
+    """Returns a result of ``--pass decode`` with these rows."""
     ceiling = {"read_bytes_per_second": 4e12, "sum_bf16_bytes_per_second": 4e12}
     ceiling["sum_float32_bytes_per_second"] = 3.5e12
     made = {"pass": what, "ceiling": ceiling, "host_us": {}}
@@ -65,7 +65,7 @@ def serving_result(*rows, what="decode", **changes):
 
 
 def result(*rows, **changes):
-    """A result with these rows."""
+    """Returns a result of the sweep with these rows."""
     made = {
         "machine": {"gpu": "GPU X"},
         "device": "cuda",

@@ -1,5 +1,5 @@
-"""``--backend``: where the forward kernels run that the backend-neutral tests ask for. ``--all``:
-every shipped kernel and planted fault."""
+"""Options of the tests: ``--backend`` says where the forward kernels of backend-neutral tests run,
+``--all`` covers every shipped kernel and planted fault."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ def pytest_configure(config):
     config.pluginmanager.register(reporting)
 
 
-# They compile for minutes, and a file stays in one worker: none of them may be the last.
+# These files compile for minutes, and all tests of a file run in one worker. Started last, one of
+# them would keep one worker busy while the others are idle.
 _FIRST = ("test_ladder.py", "test_shipped_kernels.py", "test_wheel.py")
 
 
@@ -64,7 +65,7 @@ def _forward_sim(q, k, v, *, causal, seed):
 def _forward_cuda(q, k, v, *, causal, seed):
     from flashcute import flash_attn_func
 
-    # Through the buffer, so that gaps between rows and what lies in them come along.
+    # The whole buffers are copied, so that what lies in gaps between rows is copied, too.
     on_gpu = [
         x._base.cuda().as_strided(x.shape, x.stride(), x.storage_offset())
         if x._base is not None
@@ -77,7 +78,10 @@ def _forward_cuda(q, k, v, *, causal, seed):
 
 @pytest.fixture(scope="session")
 def forward(request):
-    """``forward(q, k, v, *, causal, seed) -> (out, lse)`` of CPU tensors, on the chosen backend."""
+    """Returns ``forward(q, k, v, *, causal, seed) -> (out, lse)`` of the chosen backend.
+
+    All tensors are on the CPU.
+    """
     if request.config.getoption("--backend") == "cuda":
         return _forward_cuda
     from flashcute import sim

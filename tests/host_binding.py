@@ -1,6 +1,7 @@
-"""A program of its own: calls over a cache as on CUDA, by the binding of ``host_binding.cpp``.
+"""A program that makes calls over a KV cache, and of ragged batches, as if on CUDA.
 
-Prints what is wrong with them, one line each, and their number.
+The binding of ``host_binding.cpp`` runs them on CPU tensors. The program prints what is wrong with
+them, one line each, and the number of these lines.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ register = torch.library.Library.impl
 
 
 def register_unless_cpu(library, name, function, key="", **options):
-    """Where the binding's operators are."""
+    """Registers an implementation in Python, but not for the CPU: there the binding has its own."""
     if key != "CPU":
         register(library, name, function, key, **options)
 
@@ -45,13 +46,14 @@ from flashcute.jit import abi  # noqa: E402
 
 choose = ops._choose
 
-# Of tensors that are made, or copied, anew in each call; those of lengths that an int stands for.
+# Pointers that differ between two equal calls. They point to tensors that each call allocates or
+# copies, and to the tensor of lengths that replaces an int.
 FRESH = {"o_ptr", "softmax_lse_ptr", "plan_ptr", "o_partial_ptr", "lse_partial_ptr", "q_ptr"}
 FRESH |= {"sinks_ptr", "seqused_k_ptr"}
 
 
 def load() -> ctypes.CDLL:
-    """The binding, and kernels for all problems."""
+    """Builds and loads the binding; lets it find a kernel of the host for each problem."""
     here = pathlib.Path(__file__).with_suffix(".cpp")
     unit = jit.binding.binding_unit(ops.NAMESPACE)
     unit = dataclasses.replace(unit, name="host_binding", source=here.read_text())
@@ -77,7 +79,10 @@ def load() -> ctypes.CDLL:
 
 
 def refusals() -> list[str]:
-    """Of odd inputs that are not odd because of their device, or of values on the device."""
+    """Returns what is wrong with the errors of odd calls.
+
+    Cases whose error is due to the device of a tensor, or to values on the device, are left out.
+    """
     odd = [c for c in (*CASES, *VARLEN_CASES) if {"meta", "fake_cuda"} & set(c.on)]
     odd = [c for c in odd if not c.name.endswith("on the cpu") and c.name != "float64 for kernels"]
     odd += [c for c in (*CASES, *VARLEN_CASES) if c.name.endswith(("sparse", "nested"))]
@@ -85,7 +90,7 @@ def refusals() -> list[str]:
 
 
 def calls():
-    """Arguments of calls that the kernels can take as they are."""
+    """Yields arguments of calls over a cache that the kernels can take without a copy."""
 
     def zeros(*shape: int, dtype=torch.float16) -> torch.Tensor:
         return torch.zeros(shape, dtype=dtype)
@@ -116,7 +121,7 @@ def calls():
 
 
 def launched(library: ctypes.CDLL, backward: bool = False) -> dict:
-    """The parameters of the last launch."""
+    """Returns the parameters of the last launch."""
     struct = abi.FlashBwdParams if backward else abi.FlashFwdParams
     address = library.host_bwd_params() if backward else library.host_params()
     params = ctypes.cast(address, ctypes.POINTER(struct)).contents
@@ -125,7 +130,7 @@ def launched(library: ctypes.CDLL, backward: bool = False) -> dict:
 
 
 def differences(library: ctypes.CDLL) -> list[str]:
-    """Between launches with the checks in Python and without them."""
+    """Returns how launches over a cache differ with and without the checks in Python."""
     launch, found = ops_kvcache.launch_unchecked, []
 
     def run(checked: bool, given: dict, **options) -> tuple[dict, list]:
@@ -151,7 +156,7 @@ def differences(library: ctypes.CDLL) -> list[str]:
 
 
 def ragged_calls():
-    """Likewise, of packed queries."""
+    """Yields arguments of varlen calls that the kernels can take without a copy."""
 
     def zeros(*shape: int, dtype=torch.float16) -> torch.Tensor:
         return torch.zeros(shape, dtype=dtype)
@@ -185,7 +190,7 @@ def ragged_calls():
 
 
 def differences_of_varlen(library: ctypes.CDLL) -> list[str]:
-    """Between launches of a ragged batch with the checks in Python and without them."""
+    """Returns how launches of ragged batches differ with and without the checks in Python."""
     launch, found = ops_kvcache.launch_varlen_unchecked, []
 
     def run(checked: bool, given: dict, **options) -> tuple[dict, list]:
@@ -216,8 +221,11 @@ def differences_of_varlen(library: ctypes.CDLL) -> list[str]:
 
 
 def differences_of_plans(library: ctypes.CDLL) -> list[str]:
-    """Between launches with a plan and without; plans that are not made where they must be, or are
-    made where they must not; appends without a launch of their own."""
+    """Returns how launches with a KVCachePlan differ from those without one.
+
+    Also returns plans that were not laid out where they had to be, or were where they must not be,
+    and wrong numbers of launches that only append.
+    """
     found = []
     for given in calls():
         if isinstance(given["cache_seqlens"], int) or not (given["q"].numel() or "k" in given):
@@ -266,8 +274,11 @@ def differences_of_plans(library: ctypes.CDLL) -> list[str]:
 
 
 def choices_of_backwards(library: ctypes.CDLL) -> list[str]:
-    """On Hopper, were ragged batches of long sequences computed by the sm90 class, whose sums of dQ
-    have room for whole blocks of rows of each sequence."""
+    """Returns wrong choices of Hopper's backward kernels for ragged batches.
+
+    The sm90 class must compute only batches whose sequences are long on average: its sums of dQ
+    have room for whole blocks of rows of each sequence, for short ones many more than it has rows.
+    """
     configs, remembered = [], ops._choose
     gpu = SimpleNamespace(major=9, minor=0, multi_processor_count=132)
 
@@ -299,14 +310,17 @@ def choices_of_backwards(library: ctypes.CDLL) -> list[str]:
             if config.arch != arch or (arch == 90 and rows > 2.3 * total + 256):
                 found.append(f"{n} of {short} and one of {long}: {config}, {rows} rows of {total}")
         mask = config_of([2, 1, 0], 2).mask
-        if mask != "causal":  # although the mean length is 1
+        if mask != "causal":  # a mean length of 1 must not drop it
             found.append(f"of lengths 2, 1 and 0 the mask is {mask}")
     ops._choose = remembered
     return found
 
 
 def failures_of_kernels(library: ctypes.CDLL) -> list[str]:
-    """Which are not tried again with the checks in Python, as arguments are not at fault."""
+    """Returns what is wrong with the error of a launch that fails.
+
+    The call must not be tried again with the checks in Python, as its arguments are not at fault.
+    """
     given, found = next(calls()), []
     library.host_fail(98)
     checks, ops_kvcache.launch = ops_kvcache.launch, None
@@ -323,8 +337,10 @@ def failures_of_kernels(library: ctypes.CDLL) -> list[str]:
 
 
 def kernels_of_batches() -> list[str]:
-    """That with num_splits the kernel is not chosen by what else is in the batch, or by the room
-    that a cache has."""
+    """Returns calls with num_splits whose choice of a kernel depends on sizes that it must not.
+
+    These are the number of tokens in a ragged batch and the room in a cache.
+    """
     choose, problems, found = ops._choose, [], []
 
     def remember(problem):
@@ -347,14 +363,14 @@ def kernels_of_batches() -> list[str]:
         problems.clear()
         for size in (50, 300, 10000):
             call(size, window_size=window, causal=causal, num_splits=1)
-        if len(problems) != 1:  # the first one's is remembered
+        if len(problems) != 1:  # the first call's choice serves all
             found.append(f"{call.__name__}: kernels for {len(problems)} problems, {window=}")
     ops._choose = choose
     return found
 
 
 def checks_of_operators() -> list[str]:
-    """That operators that are called directly refuse what Python's checks do."""
+    """Returns what directly called operators take although the checks in Python refuse it."""
 
     def zeros(*shape: int) -> torch.Tensor:
         return torch.zeros(shape, dtype=torch.float16)
@@ -388,14 +404,19 @@ def checks_of_operators() -> list[str]:
     found += raised(lambda: append(new, values[:, 3:4]), pattern)
     pattern = "expected k_cache and v_cache in places of their own"
     found += raised(lambda: append(new, new, values=cache.view(cache.shape)), pattern)
-    # What writes nothing may overlap; of caches without elements all are at one address.
+    # k and v without tokens may overlap the cache, as nothing is written. Caches without elements
+    # are all at the same address, so they must not count as overlapping.
     append(cache[:, 3:3], values[:, 3:3])
     append(new, new, cache[:0], values[:0], torch.zeros(3, 2).int())
     return found
 
 
 def starts_that_are_copied(library: ctypes.CDLL) -> list[str]:
-    """By operators, as a compiled function does not know them; eager calls say what they copy."""
+    """Returns what is wrong with calls of tensors that do not start at a multiple of 16 bytes.
+
+    Operators must copy them, as a compiled function does not know where tensors start. Eager calls
+    must also log which tensor they copy.
+    """
     ops, found = torch.ops.flashcute, []
     shapes = {"q": (3, 2, 4, 64), "k": (3, 1, 2, 64), "v": (3, 1, 2, 64)}
     tensors = {n: torch.zeros(3, 8, 2, 64).half() for n in ("k_cache", "v_cache")}
@@ -431,7 +452,7 @@ def starts_that_are_copied(library: ctypes.CDLL) -> list[str]:
                 found.append(f"{function.__name__}: {error}")
             if (launched(library)[pointer] or 1) % 16:
                 found.append(f"{function.__name__}: {name} is not copied")
-        if name.endswith("_cache"):  # the other call writes to it
+        if name.endswith("_cache"):  # append() writes to it
             pattern = f"expected {name[0]} aligned to 16 bytes"
             found += raised(lambda x=tensors | {name: odd}: append(**x), pattern)
         if name in ("q", "k_cache"):
@@ -445,7 +466,7 @@ def starts_that_are_copied(library: ctypes.CDLL) -> list[str]:
 
 
 def raised(call, pattern: str, error: type[Exception] = RuntimeError) -> list[str]:
-    """What is wrong with how a call fails."""
+    """Calls ``call``; returns what is wrong with how it fails."""
     try:
         call()
     except Exception as exception:
@@ -455,12 +476,15 @@ def raised(call, pattern: str, error: type[Exception] = RuntimeError) -> list[st
 
 
 def memory_is_missing() -> list[str]:
-    """Wherever the binding asks torch for it: the error says how much, and is torch's own."""
+    """Returns what is wrong with errors where torch has no memory for what the binding needs.
+
+    An error must say how many bytes were asked for. Functions must raise torch's OutOfMemoryError.
+    """
     limits = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (2**36, limits[1]))
     empty, checks = torch.empty, ops_kvcache.launch
     op, found = torch.ops.flashcute, []
-    # 128 GiB, of which there is only a row
+    # Tensors of 128 GiB by their shapes, expanded from a single row in memory.
     row = torch.zeros(257).half()
     q, odd = (x.expand(1, 2**22, 64, 256) for x in (row[:-1], row[1:]))
     grads = q, q, q, q, q, torch.zeros(2**22).expand(1, 64, 2**22), None, 0.1, False, -1, -1, None
@@ -482,7 +506,7 @@ def memory_is_missing() -> list[str]:
     def exhausted(size: int, **options):
         raise torch.OutOfMemoryError(f"tried to allocate {size} bytes on {options['device']}")
 
-    torch.empty, ops_kvcache.launch = exhausted, None  # neither is entered but for the error
+    torch.empty, ops_kvcache.launch = exhausted, None  # only raising the error calls torch.empty
     plan, out_of_memory = KVCachePlan(), torch.OutOfMemoryError
     pattern = "^tried to allocate 137438953472 bytes on cuda:-1$"
     for call in (flash_attn_with_kvcache, plan):

@@ -1,12 +1,13 @@
-"""A program of its own: which kernels the seeded cases of tests/cuda ask for, as on an H200, by the
-binding of ``host_binding.cpp``, beside those that are built for them.
+"""A program that compares the kernels that seeded cases of tests/cuda ask for with those built.
 
-Prints what is wrong, one line each, and the number of cases.
+The binding of ``host_binding.cpp`` asks for them as on an H200, on CPU tensors. ``kernels_of()`` of
+each family names those that are built for a case. The program prints each case with a difference,
+and the numbers of such cases and of all.
 """
 
 from __future__ import annotations
 
-import host_binding  # first, as it decides where operators are registered  # isort: skip
+import host_binding  # first: it decides which operators flashcute registers  # isort: skip
 
 from types import SimpleNamespace
 from unittest import mock
@@ -25,7 +26,7 @@ SEEDS = range(fuzz_gpu.FIRST_SEED, fuzz_gpu.FIRST_SEED + 40)
 
 def main() -> None:
     library = host_binding.load()
-    # Getters of torch would be seen by the mode of on_cpu(), which asks for them by name.
+    # Properties of Python's replace torch's getters, which would call the mode of on_cpu().
     torch.Tensor.is_cuda, torch.Tensor.is_cpu = (property(lambda _, x=x: x) for x in (True, False))
     gpu = SimpleNamespace(major=9, minor=0, multi_processor_count=132)
     asked: set[FwdConfig | BwdConfig] = set()

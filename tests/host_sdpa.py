@@ -1,13 +1,13 @@
-"""A program of its own: SDPA's operators as on CUDA, by the binding of ``host_binding.cpp``.
+"""A program that calls SDPA's operators as if on CUDA, by the binding of ``host_binding.cpp``.
 
-Prints what is wrong with them, one line each, and their number.
+It prints what is wrong with them, one line each, and the number of these lines.
 """
 
 from __future__ import annotations
 
 import torch
 
-import host_binding  # first, as it decides where operators are registered  # isort: skip
+import host_binding  # first: it decides which operators flashcute registers  # isort: skip
 
 from flashcute import ops
 from flashcute.integrations import raw, sdpa
@@ -16,7 +16,7 @@ aten = torch.ops.aten
 
 
 def calls():
-    """(whether the kernels take them as they are; query, key, value; the options)."""
+    """Yields (whether the kernels take the call as it is; query, key and value; the options)."""
 
     def zeros(*shape: int) -> torch.Tensor:
         return torch.zeros(shape, dtype=torch.float16)
@@ -45,7 +45,11 @@ def calls():
 
 
 class Call:
-    """SDPA's forward, or its backward of a gradient of any strides or of that of a sum."""
+    """A call of SDPA's forward, or of its backward.
+
+    ``name`` is "forward", or a backward's name. That of "backward of a sum" has an expanded
+    gradient of the output, as sum() makes it; that of any other is contiguous like the output.
+    """
 
     def __init__(self, name, taken, qkv, options):
         self.name, self.options, self.dropout_p = name, options, options[0]
@@ -74,7 +78,7 @@ class Call:
 
 
 class Runs:
-    """Calls, and what they do: kernels asked for, launches, calls of Python."""
+    """Makes calls and records the kernels asked for, the launches and the calls of Python."""
 
     def __init__(self, library):
         self.library, self.problems, self.entered = library, [], 0
@@ -96,7 +100,7 @@ class Runs:
         return call
 
     def __call__(self, call: Call) -> dict:
-        """Its results and the launch, or the error."""
+        """Returns shapes and strides of the results and the launch's parameters, or the error."""
         ops._keep_alive[0].flashcute_set_resolver(ops._resolve)  # forgets the kernels it knows
         self.problems.clear()
         self.entered = 0
@@ -111,18 +115,19 @@ class Runs:
             return {"results": kinds}
         (problem,) = self.problems
         params = host_binding.launched(self.library, problem["backward"] > 0)
-        # A pointer as the name of what is there: no copy of a tensor has its address.
+        # The name of the tensor at a pointer replaces it. A copy of a tensor is "new".
         names = {x.data_ptr(): name for name, x in call.tensors.items()}
         names |= dict.fromkeys((0, None))
         params |= {n: names.get(x, "new") for n, x in params.items() if n.endswith("_ptr")}
         if call.tensors["q"].stride(0) == 0:
-            # Python copies the results into the layout that torch promises; these are written so.
+            # Python's kernels write results in another layout and copy them to the one that torch
+            # promises, which the binding's kernels write at once.
             params = {n: x for n, x in params.items() if not n.startswith(("o_", "dq_"))}
         return {"results": kinds} | problem | params
 
 
 def differences(library) -> list[str]:
-    """Between Python's kernels alone and those of the binding above them."""
+    """Returns how calls by Python's kernels alone differ from calls through the binding's."""
     runs, found = Runs(library), []
     cases = [Call(name, *args) for args in calls() for name in ("forward", "backward")]
     cases.append(Call("backward of a sum", *next(calls())))

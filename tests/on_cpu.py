@@ -1,4 +1,4 @@
-"""Seeded cases of tests/cuda on the CPU: what asks for a GPU gets the CPU, and its results."""
+"""Runs seeded cases of tests/cuda on the CPU: code that asks for a GPU gets the CPU."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class _Generator(torch.Generator):
 
 @contextlib.contextmanager
 def on_cpu() -> Iterator[None]:
-    """As if the CPU were an H200."""
+    """Makes torch use the CPU for the device cuda, with an H200's compute capability."""
     with (
         _Mode(),
         mock.patch.object(torch, "Generator", _Generator),

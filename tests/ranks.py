@@ -1,4 +1,4 @@
-"""Functions in several processes of one gloo group, on one host."""
+"""Runs functions in several processes of one gloo group, on one host."""
 
 from __future__ import annotations
 
@@ -12,18 +12,19 @@ from pathlib import Path
 from typing import NamedTuple
 
 _context = multiprocessing.get_context("forkserver")
-# Imported once, by the process that the others are forked from.
+# The process that all ranks are forked from imports these modules, so that no rank has to.
 _context.set_forkserver_preload(["flashcute.distributed", "flashcute.testing"])
 
 
 class Outcome(NamedTuple):
-    """What became of one process.
+    """How one process ended.
 
     Attributes:
         value: What the function returned.
         error: The exception as text, with its traceback; "" where there was none.
-        exitcode: 0, or minus the number of the signal that ended it; None where the time was up.
-        seconds: From the start of all until it returned.
+        exitcode: 0, or minus the number of the signal that ended it; None if it was killed at
+            the time limit.
+        seconds: Seconds from the start of all processes until the function ended.
     """
 
     value: object
@@ -56,14 +57,17 @@ def _main(function, rank: int, world: int, path: str, timeout: float, pipe, args
 def run(
     function: Callable, world: int, folder: Path, *args, timeout: float = 60.0, limit: float = 240.0
 ) -> list[Outcome]:
-    """``function(rank, world, *args)`` in ``world`` processes, which all end before this returns.
+    """Runs ``function(rank, world, *args)`` in ``world`` processes and waits until all have ended.
 
     Args:
-        function: Of a module; what it returns must be picklable.
-        world: Processes.
-        folder: Empty, for the group's store.
-        timeout: Of the group, in seconds.
-        limit: After so many seconds all are killed.
+        function: A function of a module, not a local one; its result must be picklable.
+        world: The number of processes.
+        folder: An empty folder for the group's store.
+        timeout: The group's timeout, in seconds.
+        limit: The seconds after which all processes are killed.
+
+    Returns:
+        How each rank ended, in the order of ranks.
     """
     start = time.time()
     processes, pipes = [], []

@@ -1,5 +1,5 @@
-"""What a run of the tests prints beside pytest's own report: what did not run and, with several
-workers (``-n``), a line for each test file instead of letters of many files among each other."""
+"""Prints, beside pytest's own report, what did not run and, with several workers (``-n``), a line
+for each test file in place of letters, which the workers' files would mix."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import collections
 import pytest
 import torch
 
-# Of tests/cuda: tests that were deselected, and cases by name that tests counted.
+# Both are of tests/cuda: the number of deselected tests, and how many cases of each name ran.
 DESELECTED = pytest.StashKey[int]()
 CASES = pytest.StashKey[dict[str, int]]()
 
-_left: dict[str, int] = {}  # tests of each file that have not ended
+_left: dict[str, int] = {}  # from a file to the number of its tests that have not ended
 _seconds: dict[str, float] = collections.defaultdict(float)
 _outcomes: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
 
@@ -27,7 +27,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node) -> None:
     output, stash = getattr(node, "workeroutput", {}), node.config.stash
-    # Every worker collects all tests and runs some of them.
+    # Every worker collects all tests, so the counts of deselected ones must not be added up.
     stash[DESELECTED] = max(stash.get(DESELECTED, 0), output.get("not_run", 0))
     cases = collections.Counter(stash.get(CASES, {}))
     cases.update(output.get("cases", {}))
@@ -52,7 +52,7 @@ def _file(nodeid: str) -> str:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_node_collection_finished(ids: list[str]) -> None:
-    _left.update(collections.Counter(map(_file, ids)))  # the same in every worker
+    _left.update(collections.Counter(map(_file, ids)))  # every worker collects the same
 
 
 def _of_worker(report: pytest.TestReport) -> bool:
@@ -60,7 +60,7 @@ def _of_worker(report: pytest.TestReport) -> bool:
 
 
 def _reason(report: pytest.TestReport) -> str:
-    """The first line of the exception: reports with tracebacks come when all tests have ended."""
+    """Returns the exception's first line; pytest prints the traceback after all tests."""
     crash = getattr(report.longrepr, "reprcrash", None)
     return crash.message.partition("\n")[0][:200] if crash is not None else ""
 
@@ -72,7 +72,7 @@ def pytest_report_teststatus(report):
     return category, "" if of_worker else letter, word
 
 
-@pytest.hookimpl(trylast=True)  # after the terminal's, which asks for the status
+@pytest.hookimpl(trylast=True)  # after the terminal's hook, which asks for the status
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     if not _of_worker(report):
         return

@@ -45,7 +45,7 @@ class StandIn:
         return self.result
 
     def choose(self, problem) -> ops._Choice:
-        """In place of ``ops._choose``."""
+        """Records the problem and chooses a stand-in; replaces ``ops._choose``."""
         names = [name for name, _ in ops._Problem._fields_]
         self.problems.append({name: getattr(problem, name) for name in names})
         kernel = self.backward if problem.backward else self.kernel

@@ -1,4 +1,4 @@
-"""A family of cases without a GPU, some of which go wrong in every way there is."""
+"""A family of cases for fuzz_gpu that need no GPU; some fail, one in each way that a case can."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def check(case: Case) -> str | None:
     if case.seed == ODD:
         raise ValueError("odd")
     if case.seed == BROKEN:
-        fuzz_gpu._is_broken = lambda: True  # of this process
+        fuzz_gpu._is_broken = lambda: True  # of this process alone
         raise RuntimeError("an illegal memory access was encountered")
     if case.seed == DEAD:
         os._exit(4)

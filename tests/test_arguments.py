@@ -78,7 +78,7 @@ def test_places_that_cannot(tmp_path, monkeypatch):
 @pytest.mark.parametrize("kind", [arguments.output_file, arguments.output_folder])
 @pytest.mark.parametrize("text", ["/proc/x", "/proc/x/y", "new/" + "x" * 300])
 def test_places_that_refuse_whoever_asks(kind, text, tmp_path, monkeypatch):
-    # os.access() says to root that all of these can be written.
+    # For root os.access() reports that all of these paths can be written.
     monkeypatch.chdir(tmp_path)
     with pytest.raises(argparse.ArgumentTypeError, match=r"got .*: it cannot be written \("):
         kind(text)

@@ -1,4 +1,4 @@
-"""The gradient of the operators: on CPU tensors its values, on meta tensors the way of CUDA's."""
+"""The operators' gradients: their values with CPU tensors, the path of CUDA with meta tensors."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _loaded() -> None:
 
 
 def _inputs(with_sinks: bool = True, seed: int = 0) -> Tensors:
-    """q, k, v and sinks, which want gradients."""
+    """Returns q, k, v and sinks, all of which require gradients."""
     generator = torch.Generator().manual_seed(seed)
     shapes = [(2, 9, 4, 16), (2, 11, 2, 16), (2, 11, 2, 16), (4,)][: 3 + with_sinks]
     return [torch.randn(shape, generator=generator).requires_grad_() for shape in shapes]
@@ -76,7 +76,7 @@ def test_gradients(eager: bool, of: str, causal: bool, window, with_sinks: bool)
 
 
 def _wanted_by(monkeypatch: pytest.MonkeyPatch, call) -> list[int]:
-    """The argument ``wanted`` of each call of ``bwd`` meanwhile."""
+    """Runs ``call``; returns the argument ``wanted`` of each call of ``bwd`` that it makes."""
     seen: list[int] = []
     original = autograd._op
 
@@ -272,7 +272,7 @@ def test_gradients_have_the_dtypes_and_shapes_of_the_inputs(dtype: torch.dtype, 
 
 
 def test_strided_inputs_and_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernels get a gradient of the output that they can read, however it comes."""
+    """Whatever strides a gradient of the output has, the kernels get one that they can read."""
     calls: list[tuple] = []
     original = autograd._op
 
@@ -283,7 +283,8 @@ def test_strided_inputs_and_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(autograd, "_op", op)
     q, k, v, _ = _meta()
     out, lse, _ = flashcute.flash_attn_func(q, k, v, return_attn_probs=True)
-    # Expanded numbers; heads before rows, which is read in place; every second column.
+    # The gradients of the output are an expanded number, a tensor with heads before rows, which is
+    # read in place, and every second column of a tensor.
     torch.autograd.grad((out.sum() + lse.sum()), (q,), retain_graph=True)
     torch.autograd.grad(out.transpose(1, 2).contiguous().square().sum(), (q,), retain_graph=True)
     torch.autograd.grad(out, (q,), q.detach().repeat(1, 1, 1, 2)[..., ::2])
@@ -335,7 +336,7 @@ def test_torch_func_of_a_gradient_of_another_tensor() -> None:
         torch.func.grad(inner)(q, 1.0)
 
 
-# Inductor cannot take symbolic shapes of meta tensors.
+# Inductor cannot compile meta tensors with symbolic shapes.
 @pytest.mark.parametrize(("backend", "dynamic"), [("aot_eager", True), ("inductor", False)])
 def test_compile_fullgraph_forward_and_backward(backend: str, dynamic: bool) -> None:
     compiled = torch.compile(_loss, backend=backend, fullgraph=True, dynamic=dynamic)
@@ -350,7 +351,7 @@ def test_compile_fullgraph_forward_and_backward(backend: str, dynamic: bool) -> 
 
 
 def test_a_compiled_backward_has_the_values_of_an_eager_one() -> None:
-    """The path of CUDA tensors, with operators that compute."""
+    """CPU tensors take the path of CUDA tensors here, with operators that compute."""
 
     def loss(*tensors):
         return _losses(*autograd.attend(*tensors[:3], 0.3, True, -1, -1, tensors[3]))["both"]
@@ -364,8 +365,8 @@ def test_a_compiled_backward_has_the_values_of_an_eager_one() -> None:
         torch.testing.assert_close(g, e)
 
 
-# What Python does here for forward and backward, counted instead of timed: with Python 3.11 it is
-# 852.
+# Counts the bytecodes that Python executes in this package for a forward and backward, instead of
+# timing them. With Python 3.11 they are 852.
 def test_forward_and_backward_take_few_bytecodes(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v, _ = _meta()
     results = {
@@ -388,7 +389,7 @@ def test_forward_and_backward_take_few_bytecodes(monkeypatch: pytest.MonkeyPatch
     def call():
         torch.autograd.grad(flashcute.flash_attn_func(q, k, v, causal=True), (q, k, v), dout)
 
-    call()  # what is done once is not counted
+    call()  # does what only a first call does, which must not count
     before = sys.gettrace()
     sys.settrace(trace)
     try:
@@ -399,7 +400,7 @@ def test_forward_and_backward_take_few_bytecodes(monkeypatch: pytest.MonkeyPatch
 
 
 def _called(call, name: str) -> int:
-    """How often ``call`` enters a function of this name in flashcute/ops.py."""
+    """Returns how often ``call`` enters a function of this name in flashcute/ops.py."""
     count = 0
 
     def profile(frame, event, argument):
@@ -418,7 +419,7 @@ def _called(call, name: str) -> int:
 
 @pytest.mark.parametrize("option", ["window", "sinks", "softcap", "alibi", "varlen"])
 def test_without_a_gradient_no_autograd_kernel_runs(option: str) -> None:
-    """It is in Python, and takes longer than the rest of the call on the host."""
+    """The autograd kernel is in Python and takes the host longer than the rest of the call."""
     q, k, v, sinks = (x.detach() for x in _meta())
     options = {
         "window": {"window_size": (3, 1)},
@@ -439,7 +440,7 @@ def test_without_a_gradient_no_autograd_kernel_runs(option: str) -> None:
     with torch.no_grad():
         assert _called(lambda: call(leaf), "kernel") == 0
     assert call(leaf).requires_grad
-    assert "flashcute.attend" in make_fx(call)(q).code  # what records sees the operator
+    assert "flashcute.attend" in make_fx(call)(q).code  # a tracer sees the operator
 
 
 def test_recorded_graphs_hold_forward_and_backward() -> None:

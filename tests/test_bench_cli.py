@@ -1,4 +1,4 @@
-"""``python -m flashcute bench``: a small run on the CPU, drawing again, messages."""
+"""``python -m flashcute bench``: a small run on the CPU, drawing from its file, and messages."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_without_a_gpu_it_measures_the_cpu_and_says_so(no_gpu, tmp_path, capsys)
     assert bench(*arguments) == 0
     printed = capsys.readouterr()
     assert "Nothing here says anything of the kernels' speed" in printed.out
-    assert "measured on the CPU" in printed.err  # before the measuring starts, too
+    assert "measured on the CPU" in printed.err  # is also printed before measuring starts
     assert "1/1" in printed.err  # the progress bar
     made = json.loads(saved.read_text())
     assert made["device"] == "cpu"
@@ -67,7 +67,10 @@ def test_backward_on_the_cpu(no_gpu, tmp_path, capsys, what, factor):
 
 @pytest.fixture
 def built(monkeypatch):
-    """An H200 to believe in, and (configuration, target) of what is built for it: nothing."""
+    """Makes torch report an H200; returns a list of each (configuration, target) to be built.
+
+    Nothing is compiled.
+    """
     gpu = SimpleNamespace(multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: gpu)
@@ -164,7 +167,7 @@ def test_a_file_is_a_contender(no_gpu, tmp_path, capsys, what):
 def test_a_file_can_stand_in_for_a_contender(no_gpu, tmp_path, capsys):
     file, saved = tmp_path / "other.py", tmp_path / "made.json"
     file.write_text(PEER.replace("causal=causal)", "causal=causal) + 1"))
-    assert bench(*SMALL, "--json", saved, "--peer-module", f"fa3={file}") == 1  # is compared, too
+    assert bench(*SMALL, "--json", saved, "--peer-module", f"fa3={file}") == 1  # fa3 is compared
     assert json.loads(saved.read_text())["contenders"] == ["flashcute", "torch", "fa3"]
     assert "fa3 differs from torch by 1.0" in capsys.readouterr().err
 
@@ -182,7 +185,7 @@ def test_a_file_is_a_contender_with_windows_alone(no_gpu, tmp_path, capsys):
     printed = capsys.readouterr().out
     assert "other did not run everywhere: of the options, a file of --peer-module" in printed
     file.write_text(source.replace("causal=causal)", "window_size=(left, right)) + 1"))
-    assert bench(*chosen, "--json", saved, "--peer-module", f"other={file}") == 1  # is compared
+    assert bench(*chosen, "--json", saved, "--peer-module", f"other={file}") == 1  # it is compared
     assert "other differs from torch by 1.0" in capsys.readouterr().err
 
 
@@ -280,7 +283,7 @@ def test_the_usual_contenders_over_a_cache():
 
 
 def names_asked_for(shape, dtype, sms):
-    """Names of the kernels that a call asks for, by what the binding hands to the resolver."""
+    """Returns the names of the kernels for the problems that the binding hands to the resolver."""
     asked = []
     total = sum(shape.lengths)
     length = typical_length(total, shape.b, shape.seqlen_q) if total else shape.seqlen_q

@@ -17,7 +17,7 @@ KEYS = inputs.BLOCK
 
 
 def scores(name, shape=SHAPE, dtype=torch.bfloat16):
-    """Scores in nats, ``(b, h, seqlen_q, seqlen_k)`` in float64, -inf where the mask hides them."""
+    """Returns scores in nats, ``(b, h, seqlen_q, seqlen_k)`` in float64, -inf where masked."""
     q, k, _ = inputs.make(name, shape, dtype, "cpu")
     q, k = (x.double().transpose(1, 2) for x in (q, k))
     k = k.repeat_interleave(shape.h // shape.h_k, dim=1)
@@ -81,9 +81,9 @@ def test_each_block_exceeds_those_visited_before_it(name, nats, causal, d, dtype
     s = scores(name, bm.Shape(1, 256, 1024, 1, 1, d, causal), dtype)
     visited = block_maxima(s).flip(3)
     rises = visited.diff(dim=3)
-    rises = rises[rises.isfinite()]  # under the mask the first blocks have no score
+    rises = rises[rises.isfinite()]  # the mask hides all scores of the blocks visited first
     assert rises.mean() == pytest.approx(nats, rel=0.1)
-    # A maximum of 128 keys of N(0, 1) lies between 1 and 5, so two differ by less than 4.
+    # The maximum of 128 scores of N(0, 1) is between 1 and 5, so two maxima differ by less than 4.
     assert rises.min() > nats - 4
     assert (rises > 0).double().mean() > 0.99
     assert s[s.isfinite()].min() > -7
@@ -120,7 +120,7 @@ def test_constant_scores_are_all_the_same(d):
 @pytest.mark.parametrize("seqlen_q", [64, 1024])
 def test_each_query_has_one_key_that_it_sees(causal, seqlen_q):
     s = scores("peaked", bm.Shape(2, seqlen_q, 512, 4, 2, 64, causal))
-    s = s[:, :, max(0, seqlen_q - 512) :] if causal else s  # rows above see nothing
+    s = s[:, :, max(0, seqlen_q - 512) :] if causal else s  # earlier rows see no key
     best = s.max(dim=3)
     assert best.values.mean() == pytest.approx(20, rel=0.1)
     assert best.values.min() > 6 and best.values.max() < 36
@@ -128,7 +128,7 @@ def test_each_query_has_one_key_that_it_sees(causal, seqlen_q):
     assert rest[rest.isfinite()].std() == pytest.approx(20 / 8, rel=0.1)
     weights = s[:, :, 1:].softmax(dim=3).amax(dim=3)
     assert weights.median() > 0.99
-    assert best.indices.unique().numel() > 100  # other queries, other keys
+    assert best.indices.unique().numel() > 100  # queries differ in their best key
 
 
 def test_heavy_tails_are_heavy():
@@ -136,7 +136,7 @@ def test_heavy_tails_are_heavy():
     x = torch.cat([q.flatten(), k.flatten()]).double()
     assert x.abs().max() > 30
     assert x.abs().max() <= 1024
-    # Quantiles of Student's t of 3 degrees of freedom: half within 0.765, 98 % within 4.541.
+    # Of Student's t with 3 degrees of freedom half is within 0.765 and 98 % within 4.541.
     assert x.abs().quantile(0.5) == pytest.approx(0.765, rel=0.02)
     assert x.abs().quantile(0.98) == pytest.approx(4.541, rel=0.05)
     s = scores("heavy_tailed").abs()

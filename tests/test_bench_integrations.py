@@ -32,7 +32,7 @@ def test_every_kind_runs_on_the_cpu_with_pytorchs_results(tmp_path, capsys):
     for row in found.values():
         assert set(row["us"]) >= {"flashcute", "default"}
         assert 0 <= row["difference"]["flashcute"] < 2e-2
-    assert found["padded-64"]["difference"]["flashcute"] > 0  # two ways to compute it
+    assert found["padded-64"]["difference"]["flashcute"] > 0  # the two compute it differently
     assert found["padded-64"]["backend"]["flashcute"] == "cute_attn"
     assert "cudnn" in found["gpt-d64-s2048"]["missing"]
     printed = capsys.readouterr().out
@@ -45,7 +45,7 @@ def test_one_kernel_serves_many_points(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: gpu)
     passes = integrations.variants([integrations.HOST, *integrations.POINTS], ["bf16"])
     found = {x for what, of in passes.items() for x in command.configs_of([of], what)}
-    # Of padded batches alone, which need no gradients, there is no backward.
+    # The points with padded batches need no gradients, so they add no backward to this set.
     assert {x.name for x in found if x.kind == "bwd"} == {
         "flash_bwd_hdim64_bf16_sm90",
         "flash_bwd_hdim64_bf16_causal_sm90",

@@ -1,4 +1,4 @@
-"""The shapes of public models: sound, measurable, and made small without losing their kind."""
+"""Models' shapes are sound and measurable, and small versions keep what is special about them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Contenders with options: one output on the same tensors, and a reason where there is none."""
+"""Contenders with options give the same output on the same tensors, or say why they cannot run."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ BY_FAMILY = {name.partition("-")[0]: shape for name, shape in SMALL.items()}
 
 def make(shape, *names, dtype=torch.float32, what="fwd", **modules):
     q, k, v = inputs.make("normal", shape.tensors, dtype, "cpu")
-    # Scores beyond the softcap; sinks and slopes still count beside them.
+    # With a softcap, q is scaled so that scores exceed it. Without one it is not, so that sinks and
+    # slopes still count beside the scores.
     return option_peers.make(q.mul_(10) if shape.softcap else q, k, v, shape, names, what, modules)
 
 
@@ -92,7 +93,7 @@ def test_plain_is_without_the_option(family):
     q = q.mul_(10) if shape.softcap else q
     exact = option_peers.make(q, k, v, bare, ("torch",))[0]["torch"]()
     torch.testing.assert_close(calls["plain"](), exact, rtol=1e-4, atol=1e-4)
-    # The option shows in the output, so that comparing outputs finds one that is forgotten.
+    # The option changes the output, so comparing outputs finds a contender that forgets it.
     assert (calls["plain"]() - calls["torch"]()).abs().max() > 0.1
 
 
@@ -141,7 +142,7 @@ def test_flash_attention_3_gets_the_options(family, with_lse, monkeypatch):
 
 @pytest.fixture
 def fa2_on_cpu():
-    """PyTorch's op, which only GPUs have, on CPU tensors: its real schema, flashcute's results."""
+    """Gives CPU tensors PyTorch's op, which only GPUs have: its schema, flashcute's results."""
 
     def attend(q, k, v, cum_q, cum_k, max_q, max_k, dropout_p, is_causal, debug, **keywords):
         sides = (keywords.get("window_size_left"), keywords.get("window_size_right"))
@@ -174,7 +175,7 @@ def test_flash_attention_2_gets_the_options(family, dtype):
     assert missing == {}
     out, exact = seeded(calls["fa2"]), seeded(calls["torch"])
     assert out.dtype == dtype
-    # Beside the 16-bit contenders' own roundings: the least that a wrong mask gives is 0.1.
+    # The tolerance covers the roundings of 16-bit contenders. A wrong mask causes at least 0.1.
     tolerance = 1e-4 if dtype == torch.float32 else 4e-2
     torch.testing.assert_close(out, exact, rtol=tolerance, atol=tolerance)
 
@@ -193,7 +194,7 @@ def test_flex_attention_gets_the_options(name, monkeypatch):
     monkeypatch.setattr(torch, "compile", compile)
     with dynamo.patch(recompile_limit=8):
         calls, missing = make(SMALL[name], "flex", "torch")
-        assert dynamo.recompile_limit > len(OPTIONS) * 2  # of two dtypes
+        assert dynamo.recompile_limit > len(OPTIONS) * 2  # two dtypes
     assert missing == {}
     assert compiled[0] == {"dynamic": False, "fullgraph": True}
     torch.testing.assert_close(calls["flex"](), calls["torch"](), rtol=1e-4, atol=1e-4)
@@ -209,7 +210,7 @@ LOCAL = types.SimpleNamespace(forward_local=forward_local)
 @pytest.mark.parametrize("what", peers.PASSES)
 @pytest.mark.parametrize("name", ["window-1023-d64-8k", "window-512-512-d128-8k"])
 def test_a_file_is_a_contender_with_windows(name, what):
-    # Also in the place of a contender that is here.
+    # The file may also take the name of a known contender.
     calls, missing = make(SMALL[name], "fa3", "torch", what=what, fa3=LOCAL)
     assert missing == {}
     torch.testing.assert_close(calls["fa3"](), calls["torch"](), rtol=1e-4, atol=1e-4)

@@ -1,4 +1,4 @@
-"""The options' shapes: sound, counted pair by pair, and made small without losing their kind."""
+"""Options' shapes are sound, their FLOPs count each pair, and small versions keep the options."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Contenders give the same output on the same tensors, and drop out with their own words."""
+"""Contenders give the same output on the same tensors, or are left out with their own message."""
 
 from __future__ import annotations
 

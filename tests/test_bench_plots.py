@@ -1,4 +1,4 @@
-"""Pictures: every one that the data allows, the same for the same result, and with its content."""
+"""The pictures that a result allows are drawn, reproducibly and with the result's figures."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from flashcute.bench import plots, table
 
 
 def sweep(sustained=True, group=1, dtype="bf16"):
-    """Speeds that grow with length, a peer that lacks d = 128."""
+    """Returns a sweep whose speeds grow with length, with a peer that lacks d = 128."""
     return [
         row(
             *(d, s, causal),
@@ -57,7 +57,7 @@ def test_dtypes_and_groups_have_pictures_of_their_own(tmp_path):
 
 
 def models_of(sustained=False):
-    """Three models: faster than every peer, slower than one, and without a peer."""
+    """Returns rows of three models: faster than every peer, slower than one, and without peers."""
     times = {
         "quick": {"flashcute": 100.0, "fa2": 200.0, "fa3": 120.0},
         "slow": {"flashcute": 100.0, "fa2": 150.0, "fa3": 80.0},
@@ -77,7 +77,7 @@ def test_models_have_a_bar_each_over_the_best_peer_and_a_dot_over_each():
     dots = {points.get_label(): points.get_offsets().tolist() for points in axes.collections}
     assert dots == {"over fa2": [[2.0, 0.0], [1.5, 1.0]], "over fa3": [[1.2, 0.0], [0.8, 1.0]]}
     assert [text.get_text() for text in axes.texts] == ["1.20", "0.80"]
-    assert axes.get_ylim()[0] > axes.get_ylim()[1]  # the first on top
+    assert axes.get_ylim()[0] > axes.get_ylim()[1]  # the first row is on top
 
 
 def test_options_have_bars_over_peers_and_dots_over_plain(tmp_path):
@@ -122,7 +122,7 @@ def test_inputs_are_compared_with_peers_and_with_normal_ones():
         assert [label.get_text() for label in axes.get_yticklabels()] == ["normal", "ramp"]
     points = [label.get_text() for label in over_normal.get_xticklabels()]
     assert len(points) == 12 and points[0] == "d=64 s=512 full"
-    # 100 us for 512 tokens and 110 of fa2, which lacks d = 128.
+    # flashcute takes 100 us for 512 tokens and fa2, which lacks d = 128, takes 110.
     assert [text.get_text() for text in over_peer.texts][:7] == ["1.10"] * 6 + ["0.55"]
     assert len(over_peer.texts) == 12
     cells = over_normal.images[0].get_array()
@@ -217,7 +217,7 @@ def test_a_cpu_is_drawn_in_gigaflops():
 
 
 def over_cache():
-    """Two kinds of heads; pages that only flashcute has; a ragged batch beside them."""
+    """Returns rows over a cache: two kinds of heads, pages that peers lack, and a ragged batch."""
     rows = []
     for heads in ("h32/8-d128", "h64/8-d64"):
         for size in ("64x4096-q1", "1x8192-q1", "4x8192-q16"):

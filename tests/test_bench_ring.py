@@ -28,7 +28,7 @@ def test_two_processes_on_the_cpu(tmp_path, capfd):
     picture = drawn.read_bytes()
     assert picture.startswith(b"\x89PNG") and f"{drawn}" in printed
     drawn.unlink()
-    assert bench("--plot-only", saved) == 0  # the same from its file, and the table
+    assert bench("--plot-only", saved) == 0  # draws and prints from the file
     again = capfd.readouterr().out
     assert drawn.read_bytes() == picture and "2 processes on cpu" in again
     assert "Thousands of tokens a second, 2 processes on cpu" in printed
@@ -108,7 +108,7 @@ def test_a_wrong_output_is_named():
 def test_wrong_arguments(arguments, message, capsys):
     assert bench(*SMALL, *arguments) == 1
     printed = capsys.readouterr().err
-    assert message in printed and "row" not in printed  # no progress of what does not begin
+    assert message in printed and "row" not in printed  # no run, no progress
 
 
 def test_processes_are_for_the_ring_only(capsys):

@@ -1,4 +1,4 @@
-"""Shapes over a cache: their sizes, bytes, FLOPs and kernels, and those asked for."""
+"""Shapes over a KV cache: their sizes, bytes, FLOPs and kernels, and which a command selects."""
 
 from __future__ import annotations
 
@@ -56,7 +56,8 @@ def test_bytes_and_flops(name):
         queries = 1 if sequence >= small.b - small.decodes else small.seqlen_q
         rows = torch.arange(queries)[:, None] + small.seqlen_k - queries
         pairs += int((torch.arange(small.seqlen_k) <= rows).sum())
-    # By convention half of the square that the diagonal cuts, without half of the diagonal itself.
+    # By convention FLOPs count half of the square that the diagonal cuts, which leaves out half of
+    # the diagonal itself.
     assert small.flops == pytest.approx(4 * 16 * 8 * pairs, rel=0.02)
 
 
@@ -73,7 +74,7 @@ def test_a_shape_made_small_keeps_its_kind(name):
 
 
 def kernel_asked_for(shape, num_splits, patch):
-    """The kernel's name that the binding gets from the resolver; asked_of() of flash_api_fwd.h."""
+    """Returns the kernel's name that the resolver gives for asked_of() of flash_api_fwd.h."""
     asked = []
     gpu = SimpleNamespace(major=9, minor=0, multi_processor_count=132)
     patch.setattr(torch.cuda, "get_device_properties", lambda *_: gpu)

@@ -1,4 +1,4 @@
-"""Contenders over a cache: one output on the same tensors, and a reason where there is none."""
+"""Contenders over a KV cache give the same output on the same tensors, or say why they cannot."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ WRONG = {
 
 @pytest.mark.parametrize("wrong", WRONG)
 def test_a_wrong_output_shows_in_the_row(monkeypatch, wrong):
-    """Outputs over many keys are small, so they are compared in units of the largest."""
+    """Outputs over many keys are small, so differences are relative to the largest output."""
     shape = dataclasses.replace(DECODE, page_size=16)
 
     def attend(*tensors, **options):
@@ -96,7 +96,7 @@ def test_num_splits_are_passed_on(monkeypatch):
 
 
 def fa3(with_lse=False, pages=True):
-    """FlashAttention-3's function, which takes queries that are packed, too."""
+    """Returns a stand-in for FlashAttention-3's function, which takes packed queries, too."""
 
     def attend(q, k_cache, v_cache, page_table=None, cu_seqlens_q=None, max_seqlen_q=None, **more):
         if page_table is not None and not pages:
@@ -146,7 +146,7 @@ def test_a_build_without_pages_is_missing_with_its_reason(monkeypatch):
 @pytest.mark.parametrize("name", SHAPES)
 def test_peers_without_a_cache_get_the_keys_in_use(name, monkeypatch):
     def maker(q, k, v, causal):
-        assert not (causal and q.shape[1] == 1)  # aligned to the top-left corner it is another
+        assert not (causal and q.shape[1] == 1)  # top-left alignment would be another mask
         return peers._torch(q, k, v, causal)
 
     for peer in ("fa2", "cudnn"):
@@ -200,7 +200,7 @@ def test_host_time_is_of_another_length_each_time(monkeypatch):
         asked.clear()
         for _ in range(bm.HOST_CALLS):
             call()
-        if plans:  # the last to be timed
+        if plans:  # the plan is the last to be timed
             assert not asked
             return 7.04
         kinds = {type(x) for x in asked}

@@ -1,4 +1,4 @@
-"""Tables of a result over a cache: what is compared with what, and with the read ceiling."""
+"""Tables of a result over a KV cache: what is compared with what, and with the read ceiling."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ def test_a_row_has_times_bytes_shares_and_ratios():
     header += [f"{x}, us" for x in names] + [f"{x}, TB/s" for x in names]
     header += ["% of read", "us beyond read", "x best peer", *(f"x {x}" for x in names[1:])]
     assert [*header, "x contiguous"] in shown
-    # 1 GiB takes 268.4 us at 4 TB/s.
+    # Reading 1 GiB takes 268.4 us at 4 TB/s.
     times, speeds = ["300.0", "900.0", "-", "330.0", "-"], ["3.579", "1.193", "-", "3.254", "-"]
     line = [LARGE, "bf16", "-", "-", "1024.0", *times, *speeds, "89.5", "31.6"]
     assert [*line, "1.100", "3.000", "-", "1.100", "-", "-"] in shown
-    # Pages that no peer has, over the peer on the contiguous cache.
+    # No peer has pages, so the row is compared with the peers on the contiguous cache.
     line = [LARGE, "bf16", "16", "-", "1024.0", "400.0", *["-"] * 4, "2.684", *["-"] * 4]
     assert [*line, "67.1", "131.6", "0.825", "2.250", "-", "0.825", "-", "0.750"] in shown
 
@@ -67,7 +67,7 @@ def test_appending_is_compared_with_not_appending():
     where = "append-16x8192, append rotary"
     assert ["append rotary, bf16", "no append", "1", "0.962", "0.962", where] in shown
     assert ["append tokens, bf16", "no append", "1", "0.980", "0.980"] in [x[:5] for x in shown]
-    # Pages beside the same pages.
+    # Appending over pages is compared with not appending over the same pages.
     pages = ["append rotary, bf16, pages of 16", "no append", "1", "0.909", "0.909"]
     assert pages in [x[:5] for x in shown]
     assert not any(x[:2] == ["no append, bf16", "no append"] for x in shown)
@@ -97,7 +97,7 @@ def test_what_stands_below_the_tables():
     assert f"{host} another length each time, on the device: flashcute 14.0 us" in text
     assert f"{host} another length each time, an int: flashcute 18.5 us" in text
     assert f"{host} the same lengths each time, through a KVCachePlan: flashcute 9.5 us" in text
-    assert f"fa2 did not run everywhere: {reason}\n" in text  # without a list of all points
+    assert f"fa2 did not run everywhere: {reason}\n" in text  # and no list of all points
     assert f"cudnn did not run everywhere: aligned to the top-left corner ({MIXED})" in text
     assert "STOPPED EARLY" in text
 

@@ -1,4 +1,4 @@
-"""The sweep's points, rows and ceiling, measured on the CPU where measuring is the point."""
+"""The sweep's points, rows and ceiling; tests that need measurements take them on the CPU."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_options_are_compared_with_their_trusted_peer(name, wrong, monkeypatch):
     (row,) = sweep.measure([Variant("bf16", shape, model=name)], 0, chosen, [], {})
     assert {x: row[x] for x in dataclasses.asdict(shape)} == dataclasses.asdict(shape)
     assert row["model"] == name
-    assert set(row["difference"]) == {"flashcute", "torch"}  # plain has another output
+    assert set(row["difference"]) == {"flashcute", "torch"}  # plain lacks the option
     assert (row["difference"]["flashcute"] <= sweep.AGREEMENT["bf16"]) == (wrong == 0.0)
     timed = {"flashcute", "plain"} - row["missing"].keys()
     assert set(row["us"]) == timed and "flashcute" in timed
@@ -189,7 +189,7 @@ def test_a_point_is_timed_in_one_loop_and_each_row_has_its_own(monkeypatch):
 
 def test_sustained_runs_take_clock_and_power_of_their_second_half(monkeypatch):
     samples = [{"at": 0.0, "sm_mhz": 1980.0}]
-    clock = iter((0.0, 10.0, 20.0, 30.0, 40.0, 50.0))  # when each of the three runs begins and ends
+    clock = iter((0.0, 10.0, 20.0, 30.0, 40.0, 50.0))  # begin and end of the three runs
     begins = iter((0.0, 20.0, 40.0))
 
     def run(call, seconds):
@@ -257,7 +257,7 @@ def test_the_read_ceiling_is_the_fastest_of_three_sums(monkeypatch):
     times = {"sum_bf16": 4.0, "sum_float32": 2.0, "row_sums_float32": 3.0}
 
     def timed(calls, *how):
-        assert how == (CPU.device, CPU.repeats, CPU.warmup, CPU.flush_bytes)  # as contenders are
+        assert how == (CPU.device, CPU.repeats, CPU.warmup, CPU.flush_bytes)  # as for contenders
         assert all(call().isfinite().all() for call in calls.values())
         return {name: [times[name.removesuffix("_bytes_per_second")]] for name in calls}
 
@@ -318,7 +318,7 @@ def test_a_run_has_every_part():
     assert result["contenders"] == CPU.names
     assert result["machine"]["torch"] == torch.__version__
     assert not result["stopped_early"]
-    assert result["ceiling"] == result["host_us"] == result["host_us_causal"] == {}  # of a GPU
+    assert result["ceiling"] == result["host_us"] == result["host_us_causal"] == {}  # GPUs only
 
 
 def test_host_time_is_taken_of_every_contender_on_each_shape(monkeypatch):
@@ -339,7 +339,7 @@ def test_host_time_is_taken_of_every_contender_on_each_shape(monkeypatch):
 
 
 def test_host_time_of_new_lengths_is_of_calls_that_were_not_made_before(monkeypatch):
-    """Of those of another batch, which load the same kernels, no figure is given."""
+    """Calls with another batch size load the same kernels first; they give no figure."""
     made = []
 
     def make_untried(name, q, k, v, causal):
@@ -368,7 +368,7 @@ def test_host_time_of_new_lengths_is_of_calls_that_were_not_made_before(monkeypa
 
 
 def test_the_same_kernels_are_loaded_before_lengths_are_new():
-    """And choices are remembered apart."""
+    """Choices are remembered for each batch size apart, so those of new lengths are still made."""
     chosen = []
     for shape in (sweep.NEW_LENGTHS_SHAPE, sweep.SAME_KERNELS_SHAPE):
         sizes = {"b": shape.b, "h": shape.h, "h_k": shape.h_k, "d": shape.d}
@@ -380,7 +380,7 @@ def test_the_same_kernels_are_loaded_before_lengths_are_new():
 
 
 def test_host_time_is_taken_before_the_sampler_starts(monkeypatch):
-    """Its queries and calls wait for each other in the driver."""
+    """The sampler's queries and the calls would wait for each other in the driver."""
     happened = []
 
     @contextlib.contextmanager
@@ -410,7 +410,7 @@ def test_the_time_limit_and_the_keyboard_keep_what_is_measured(monkeypatch):
 
 
 def test_a_gradient_that_is_nothing_but_rounding_is_no_difference():
-    # Equal keys: the exact gradient of q is 0, what each contender has of it its own.
+    # With equal keys the exact gradient of q is 0. What contenders return is their own rounding.
     shape = dataclasses.replace(SHAPE, seqlen_k=16)
     options = dataclasses.replace(CPU, what="bwd")
     (row,) = sweep.measure([Variant("bf16", shape, "constant")], 0, options, (), {})

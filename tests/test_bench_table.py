@@ -37,7 +37,7 @@ def test_summary_names_the_worst_point_and_gaps():
 
 
 def ratios(text):
-    """The lines of the ratios' table: (what, over), then points, geometric mean and worst."""
+    """Returns the ratios' table: from (what, over) to (points, geometric mean, worst)."""
     table = text[text.index("Ratios") :].split("\n\n")[1]
     return {tuple(line[:2]): tuple(line[2:5]) for line in cells(table)[2:]}
 
@@ -69,7 +69,7 @@ def test_dtypes_and_groups_are_compared_at_the_same_points():
         row(128, 1024, dtype="fp16", flashcute=100.0),
         row(128, 2048, dtype="fp16", flashcute=1.0),  # not measured in bf16
         row(128, 512, group=4, flashcute=80.0),
-        row(128, 512, group=4, flashcute=1.0) | {"h": 32, "h_k": 8},  # other FLOPs
+        row(128, 512, group=4, flashcute=1.0) | {"h": 32, "h_k": 8},  # its FLOPs differ
         row(128, 512, group=4, dtype="fp16", flashcute=80.0),
     ]
     found = ratios(table.summary(result(*rows)))
@@ -109,7 +109,7 @@ def test_sustained_figures_have_clock_and_power_and_the_share_under_the_limit():
     last = cells(text[text.index("TFLOP/s sustained") :])
     assert last[2][-3:] == ["MHz", "W", "power-capped"]
     assert last[4][-3:] == ["1512", "655", "0.90"]
-    del rows[0]["gpu_sustained"]["flashcute"]["power_capped"]  # a board that does not tell
+    del rows[0]["gpu_sustained"]["flashcute"]["power_capped"]  # a board may not report it
     text = table.summary(result(*rows))
     assert cells(text[text.index("TFLOP/s sustained") :])[4][-3:] == ["1512", "655", "-"]
     assert "sustained" not in table.summary(result(row(64, flashcute=1.0))).partition("matmul c")[0]
@@ -212,7 +212,7 @@ def test_an_output_compared_with_nothing_is_no_result():
 
 
 def model(name, d=128, **us):
-    """A row of a model's shape; every group of heads has figures of its own."""
+    """Returns a row of a model's shape; every group of heads has figures of its own."""
     return row(d, group=us.pop("group", 4), **us) | {"model": name, "seqlen_k": 2048}
 
 
@@ -225,7 +225,7 @@ def test_models_are_named_and_stand_for_one_figure():
     where = "b: d=128 s=512/2048 full h=16/8"
     assert ["flashcute, bf16, models", "best peer", "2", "1.196", "1.100", where] in shown
     assert "models, d" not in text
-    # Beside a sweep they are figures of their own.
+    # If the result has a sweep, too, models have a line of their own.
     assert ("flashcute, bf16", "fa2") in ratios(table.summary(result(*rows, *ROWS)))
     assert ("flashcute, bf16, models", "fa2") in ratios(table.summary(result(*rows, *ROWS)))
 
@@ -256,13 +256,13 @@ def test_inputs_have_a_line_each_over_peers_and_over_normal_inputs():
     assert shown["bf16", "normal"] == [*normal, "d=64 s=512 full"]
     ramp = ["2", "0.721, 0.650", "0.822, 0.650", "-", "0.800, 0.800", "0.632, 0.500"]
     assert shown["bf16", "ramp"] == [*ramp, "d=64 s=1024 full, ramp"]
-    # The table of ratios stays that of normal inputs.
+    # The table of ratios is of normal inputs alone.
     assert ratios(text)["flashcute, bf16", "best peer"] == ("2", "1.200", "1.200")
     assert not any("ramp" in what for what, _ in ratios(text))
     assert "by inputs" not in table.summary(result(*rows[:2]))
     only = table.summary(result(*rows[2:]))
     assert "Ratios" not in only
-    assert "| -                   |" in only  # nothing normal to compare with
+    assert "| -                   |" in only  # no normal inputs to compare with
 
 
 def test_a_result_of_an_earlier_release_is_read():

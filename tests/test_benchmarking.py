@@ -1,4 +1,4 @@
-"""Counting, comparing and timing: what a wrong figure would come from."""
+"""Counting FLOPs, comparing outputs and timing, where an error would give a wrong figure."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 
 
 def visible_pairs(seqlen_q, seqlen_k):
-    """Area under the bottom-right diagonal, the corner cut in half, by summing the rows."""
+    """Returns how many pairs the bottom-right causal mask leaves; a row's last key counts half."""
     rows = (max(0.0, i + 0.5 + seqlen_k - seqlen_q) for i in range(seqlen_q))
     return sum(rows)
 
@@ -221,7 +221,7 @@ def test_gpu_sampler_reads_nvidia_smi(line, expected, tmp_path, monkeypatch):
     (sample,) = samples
     assert before < sample.pop("at") < time.perf_counter()
     assert sample == expected
-    # torch's GPU 1, which is another number to nvidia-smi under CUDA_VISIBLE_DEVICES
+    # The UUID names torch's GPU 1: with CUDA_VISIBLE_DEVICES nvidia-smi has another number for it.
     assert "--id=GPU-2-3" in (tmp_path / "arguments").read_text().split()
     assert time.monotonic() - start < 30
 

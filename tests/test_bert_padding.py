@@ -16,7 +16,7 @@ from flashcute.bert_padding import (
     unpad_input_for_concatenated_sequences,
 )
 
-# Two sequences of 3 and 1 tokens, an empty one, and tokens that do not start at the left.
+# Sequences of 3 and 1 tokens, an empty one, and one whose tokens do not start at the left.
 MASK = torch.tensor([[1, 1, 1, 0], [1, 0, 0, 0], [0, 0, 0, 0], [0, 1, 0, 1]])
 
 
@@ -53,7 +53,7 @@ def test_unused_tokens_are_kept_and_not_counted():
 
 
 def test_concatenated_sequences():
-    # flash-attn's own example: rows of 2 + 3, 3 + 2, and 6 tokens.
+    # This is flash-attn's own example: rows with sequences of 2 + 3, 3 + 2 and 6 tokens.
     lengths = torch.tensor([[2, 3, 0, 0, 0, 0], [3, 2, 0, 0, 0, 0], [6, 0, 0, 0, 0, 0]])
     x = torch.arange(18.0).view(3, 6, 1)
     tokens, indices, cu_seqlens, longest = unpad_input_for_concatenated_sequences(x, lengths)

@@ -12,7 +12,7 @@ STEM, CONFIG = next(iter(shipped.instantiations().items()))
 
 @pytest.fixture(autouse=True)
 def stand_in(tmp_path, monkeypatch):
-    """An nvcc that takes about a tenth of a second to write what nobody loads."""
+    """Makes an nvcc that writes a file which is never loaded, in about a tenth of a second."""
     nvcc = tmp_path / "bin" / "nvcc"
     nvcc.parent.mkdir()
     nvcc.write_text(

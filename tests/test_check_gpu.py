@@ -72,7 +72,7 @@ def test_success_is_zero(phases, tmp_path):
 
 @pytest.fixture
 def _in_the_background():
-    """As a shell starts what ends in an ampersand: without SIGINT, for children too."""
+    """Ignores SIGINT, as processes and their children do that a shell starts with an ampersand."""
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     yield
     signal.signal(signal.SIGINT, before)
@@ -183,7 +183,7 @@ def test_a_progress_bar_shows_as_one_line(tmp_path):
     assert check_gpu._tail(log, 100) == "100%\nend"
 
 
-# As if there were a Hopper GPU; nothing is run.
+# Collects tests as if there were a Hopper GPU, and runs none.
 COLLECT = """
 import sys, pytest, torch
 torch.cuda.is_available = lambda: True
@@ -194,7 +194,7 @@ sys.exit(pytest.main([*sys.argv[1:], "--collect-only", "-q", "-p", "no:cacheprov
 
 
 def collected(phase):
-    """(test, kernel) of what a phase runs."""
+    """Returns (test, kernel) of each test that a phase would run."""
     made = check_gpu.PHASES[phase].command(check_gpu.parse([]), 100.0)
     command = [sys.executable, "-c", COLLECT, *(x for x in made[2:] if x != "-v")]
     run = subprocess.run(command, cwd=check_gpu.ROOT, capture_output=True, text=True, check=False)

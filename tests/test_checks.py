@@ -1,4 +1,4 @@
-"""The checks by themselves; what they refuse is in bad_input.py."""
+"""The checks by themselves; bad_input.py has the calls that they refuse."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from flashcute import checks
 
 PACKAGE = pathlib.Path(flashcute.__file__).parent
 
-# A DTensor needs a process group, here of one process that sends nothing.
+# A DTensor needs a process group; this one has a single process and sends nothing.
 DTENSOR = """
 import torch, torch.distributed as dist, flashcute
 from torch.distributed.device_mesh import init_device_mesh
@@ -103,7 +103,7 @@ def test_checks_hold_within_a_vmap() -> None:
 
 
 def _imports(path: pathlib.Path) -> set[str]:
-    """The modules of the package that a file imports anywhere but for type checkers."""
+    """Returns the package's modules that a file imports, except those for type checkers alone."""
     package = path.relative_to(PACKAGE.parent).parent.parts
     tree = ast.parse(path.read_text(encoding="utf-8"))
     typing_only = {
@@ -126,12 +126,12 @@ def _imports(path: pathlib.Path) -> set[str]:
 
 
 def _import_graph(*names: str) -> dict[str, set[str]]:
-    """The modules that these ones reach, each with those that it imports."""
+    """Returns each module that these import, directly or not, with the modules that it imports."""
     graph: dict[str, set[str]] = {}
     waiting = list(names)
     while waiting:
         name = waiting.pop()
-        if name not in graph and name != "flashcute":  # which imports names when they are asked for
+        if name not in graph and name != "flashcute":  # flashcute itself imports names lazily
             path = PACKAGE.parent.joinpath(*name.split("."))
             graph[name] = _imports(
                 path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
@@ -141,7 +141,7 @@ def _import_graph(*names: str) -> dict[str, set[str]]:
 
 
 def test_modules_import_each_other_in_one_direction() -> None:
-    # Imports within functions count: they hide a circle, and do not undo it.
+    # Imports inside functions count, too: they hide a circle but do not remove it.
     graph = _import_graph("flashcute.flash_attn_interface", "flashcute.support")
     assert {"flashcute.checks", "flashcute.ops", "flashcute.jit.binding"} <= set(graph)
     try:

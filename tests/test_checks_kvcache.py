@@ -38,7 +38,7 @@ def test_the_unchanged_call_is_right(function: str, paged: bool, device: str) ->
     assert (out.shape, out.dtype, out.device.type) == (given["q"].shape, torch.float16, device)
 
 
-# The value of an int is learnt, and checked on the CPU, when a compiled function runs.
+# A compiled function checks the value of an int on the CPU when it runs, not when it is traced.
 TRACED = [c for c in CASES if "meta" in c.on and not isinstance(c.change.get("cache_seqlens"), int)]
 
 
@@ -51,7 +51,7 @@ def test_odd_input_to_a_compiled_function(case: Case) -> None:
 
 @pytest.mark.parametrize("length", [-1, 8, 2**31, 2**40, 2**70])
 def test_a_length_that_does_not_fit_in_a_compiled_function(length: int) -> None:
-    """Which learns its value when it runs."""
+    """The compiled function checks the length when it runs, as its value is not known before."""
     torch._dynamo.reset()
     given = arguments(CACHE, "cpu") | {"cache_seqlens": length}
     compiled = torch.compile(flashcute.flash_attn_with_kvcache, backend="eager", fullgraph=True)
@@ -62,7 +62,7 @@ def test_a_length_that_does_not_fit_in_a_compiled_function(length: int) -> None:
 @pytest.mark.parametrize("before", [(), (3,), (3, 4)])
 @pytest.mark.parametrize("length", [-1, 8, 2**31, 2**40, 2**70])
 def test_a_length_that_does_not_fit_in_a_compiled_function_for_kernels(length, before) -> None:
-    """Which do not read it, so it is checked whether it is a constant of the graph or not."""
+    """Kernels do not check the length, so the graph must, whether it is a constant there or not."""
     torch._dynamo.reset()
     given = arguments(CACHE, "meta")
     compiled = torch.compile(flashcute.flash_attn_with_kvcache, backend="eager", fullgraph=True)
@@ -113,7 +113,7 @@ def test_a_cache_that_cannot_be_written_is_refused_before_the_other_is(name: str
 
 @pytest.mark.parametrize("paged", [False, True])
 def test_new_tokens_that_lie_in_the_cache(paged: bool) -> None:
-    """They are read before anything is written."""
+    """New tokens are read before anything is written."""
     given = arguments(CACHE, "cpu", paged)
     for i, name in enumerate(("k_cache", "v_cache")):
         given[name].copy_(torch.randn(given[name].shape) + i)

@@ -38,7 +38,8 @@ def test_the_unchanged_call_is_right(function: str, device: str) -> None:
     assert (out.shape, out.dtype, out.device.type) == ((8, 4, 16), torch.float16, device)
 
 
-# A compilation takes half a second, so only a few are tried. max_seqlen is checked when it runs.
+# A compilation takes half a second, so only a few cases are tried. Cases of max_seqlen are left
+# out, as a compiled function checks it when it runs.
 COMPILED = [
     case
     for case in CASES
@@ -99,4 +100,4 @@ def test_read_lengths(dtype: torch.dtype) -> None:
     assert found == ([0, 4, 4], [4, 0, 3], [0, 5, 7], [5, 2, 0])
     used = torch.tensor([4, 1, 0], dtype=torch.int32)
     found = checks_varlen.read_lengths(names, (8, 8), (cu_q, cu_k), (None, used), (4, 4))
-    assert found.used_k == [4, 1, 0]  # max_seqlen_k bounds what is used
+    assert found.used_k == [4, 1, 0]  # max_seqlen_k bounds the lengths in use

@@ -254,7 +254,7 @@ def test_wrong_field_of_a_backward_is_named(field, value):
 def test_wrong_field_of_a_fused_backward_is_named(field, value):
     other = {"fused": "dq", "head_dim": "dkv"}.get(field, field)
     good = GOOD_BWD_FUSED
-    if field == "head_dim":  # whose columns four warps divide
+    if field == "head_dim":  # four warps divide its columns
         tile = BwdTile(64, 64, 8, 1, 1, 4)
         good = {**good, "dq": tile, "dkv": tile}
     if field == "dkv":
@@ -286,7 +286,7 @@ def test_wrong_field_of_a_backward_of_the_sm90_class_is_named(field, value):
 
 @pytest.mark.parametrize("options", [("alibi",), ("softcap", "alibi", "dropout")], ids=str)
 def test_backward_of_the_sm90_class_names_its_options(options):
-    """And a ragged batch."""
+    """Its name also says whether the batch is ragged."""
     config = BwdConfig(**{**GOOD_BWD_SM90, **dict.fromkeys((*options, "varlen"), True)})
     names = "_".join(options)
     assert config.full_name == f"flash_bwd_hdim128_bf16_causal_{names}_varlen_sm90_128x64_s2"
@@ -324,7 +324,7 @@ def test_resources_of_a_backward():
 def test_resources_of_a_fused_backward():
     c = BwdConfig(**GOOD_BWD_FUSED)
     assert (c.threads, c.tile_m, c.dq_accum) == (256, 64, 128)
-    # K, V; one stage of Q, dO and statistics; dS and P.
+    # Shared memory holds K and V, one stage of Q, dO and statistics, dS and P.
     assert c.smem_bytes == 2 * 128 * (2 * 64 + 2 * 64) + 64 * 8 + 2 * 2 * 64 * 64
     tile = dataclasses.replace(c.dkv, warps_step=1)
     one = dataclasses.replace(c, dq=tile, dkv=tile)
@@ -336,7 +336,7 @@ def test_resources_of_a_backward_of_the_sm90_class():
     c = BwdConfig(**GOOD_BWD_SM90)
     assert c.full_name == "flash_bwd_hdim128_bf16_causal_sm90_128x64_s2"
     assert (c.threads, c.tile_m) == (128 + 2 * 128, 64)
-    # K, V; two stages of Q, dO and statistics; two buffers of dS; dQ.
+    # Shared memory holds K and V, two stages of Q, dO and statistics, two buffers of dS, and dQ.
     tiles = 2 * 128 * (2 * 128 + 2 * 2 * 64) + 2 * 64 * 8 + 2 * 2 * 64 * 128 + 4 * 64 * 128
     assert tiles < c.smem_bytes <= tiles + 1024
     ragged = dataclasses.replace(c, varlen=True)
@@ -346,7 +346,7 @@ def test_resources_of_a_backward_of_the_sm90_class():
     half = dataclasses.replace(c, head_dim=64, dq=tile, dkv=tile)
     tiles = 2 * 64 * (2 * 128 + 2 * 2 * 128) + 2 * 128 * 8 + 2 * 2 * 128 * 128 + 4 * 128 * 64
     assert tiles < half.smem_bytes <= tiles + 1024
-    # A page of 32 columns of zeros behind K.
+    # A page of 32 columns of zeros lies behind K.
     uneven = dataclasses.replace(c, head_dim=96)
     tiles = 2 * 96 * (2 * 128 + 2 * 2 * 64) + 2 * 64 * 8 + 2 * 2 * 64 * 128 + 4 * 64 * 96
     assert tiles < uneven.smem_bytes - 2 * 32 * 128 <= tiles + 1024
@@ -358,8 +358,8 @@ def test_resources_of_a_backward_of_wide_heads(head_dim):
     c = BwdConfig(**{**GOOD_BWD_SM90, "head_dim": head_dim, "dq": tile, "dkv": tile})
     assert c.full_name == f"flash_bwd_hdim{head_dim}_bf16_causal_sm90_64x64_s2"
     assert (c.threads, c.tile_m, c.dq_accum) == (128 + 2 * 128, 64, head_dim)
-    # K, V; two stages of Q, dO and statistics, of dO one at d = 256; two buffers of dS; P in fp32;
-    # of the other CTA half of K's columns and dS.
+    # Shared memory holds K and V, two stages of Q, dO and statistics (at d = 256 one of dO), two
+    # buffers of dS, P in fp32, and of the cluster's other CTA half of K's columns and dS.
     tiles = 2 * head_dim * (2 * 64 + 2 * 2 * 64) + 2 * 64 * 8 + 2 * 2 * 64 * 64 + 4 * 64 * 64
     tiles += head_dim * 64 + 2 * 2 * 64 * 64
     tiles -= {192: 0, 256: 2 * 64 * 256}[head_dim]
@@ -377,7 +377,7 @@ def test_resources_of_the_sm90_class():
     assert c.threads == 128 + 2 * 128  # a warpgroup loads, two compute
     three = dataclasses.replace(c, tile_m=192, warps=12)
     assert three.threads == 128 + 3 * 128
-    # What the kernel asks for, and what TMA's 128-byte swizzle wants it aligned to.
+    # smem_bytes, which the kernel asks for, keeps the alignment that TMA's 128-byte swizzle needs.
     for other in (c, three, dataclasses.replace(c, stages=4, tile_n=64, head_dim=96)):
         tiles = 2 * other.head_dim * (other.tile_m + 2 * other.stages * other.tile_n)
         assert other.smem_bytes % 1024 == 0

@@ -1,4 +1,4 @@
-"""What the search proposes to measure. It measures on a GPU only."""
+"""The candidates that the search proposes to measure. Measuring itself needs a GPU."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ from flashcute.config import DTYPES, HEAD_DIMS, KERNEL_CLASSES, MAX_SMEM_BYTES, 
 
 HOPPER = (9, 0)
 EACH = list(itertools.product(HEAD_DIMS, (False, True)))
-# Two kernels by hand: d = 128, 192 x 80 of the sm90 class; d = 64, 128 x 64 of the sm80 class.
+# Two kernels whose figures are computed by hand: d = 128 with a tile of 192 x 80 in the sm90 class,
+# and d = 64 with a tile of 128 x 64 in the sm80 class.
 (SM90,) = [c for c in heuristics.sm90_configs("bf16", 128, False) if c.tile_n == 80]
 SM80 = heuristics.fwd_config("bf16", 64, False, HOPPER)
 PROFILES = sorted((Path(__file__).parents[1] / "benchmarks/results/profile").glob("*.json"))
-# Of a thread in an MMA warp, once the loading warpgroup has given up its own (setmaxnreg), by warps
-# and CTAs an SM.
+# Registers of a thread in an MMA warp, after the loading warpgroup has given up its own
+# (setmaxnreg), by (warps, CTAs per SM).
 SM90_REGISTERS = {(8, 1): 240, (12, 1): 160, (4, 2): 232, (4, 3): 136, (4, 4): 104}
 
 
@@ -39,7 +40,8 @@ def test_candidates_of_the_sm90_class_fit(head_dim, causal, dtype):
         assert (config.arch, config.dtype, config.head_dim) == (90, dtype, head_dim)
         assert config.mask == ("causal" if causal else "none")
         assert config.smem_bytes <= MAX_SMEM_BYTES[HOPPER]
-        # S and O in fp32, P and what is kept of Q in 16 bits live at once, 64 rows on 128 threads.
+        # S and O in fp32, and P and the steps of Q kept in registers in 16 bits, are live at once.
+        # 128 threads share 64 rows of them.
         registers = config.tile_n // 2 + config.tile_n // 4 + head_dim // 2 + 4 * config.q_in_regs
         assert registers < SM90_REGISTERS[config.warps, config.min_ctas]
     assert len({config.full_name for config in found}) == len(found)
@@ -49,7 +51,7 @@ def test_candidates_of_the_sm90_class_fit(head_dim, causal, dtype):
 
 @pytest.mark.parametrize(
     ("head_dim", "tile_n", "warps", "steps"),
-    # 4 registers a step, of 200 and 132 less S, P and O; at most all of Q.
+    # A step of Q takes 4 registers of those that S, P and O leave of 200 or 132, up to all of Q.
     [(128, 80, 12, 2), (128, 128, 8, 8), (192, 80, 8, 11), (192, 64, 8, 12), (256, 80, 8, 3)],
 )
 def test_as_much_of_q_in_registers_as_they_hold(head_dim, tile_n, warps, steps):
@@ -92,25 +94,26 @@ def test_named_variants_and_no_others():
 
 
 def test_clocks_of_a_key_block_by_hand():
-    # Three warpgroups; each 8 steps of m64n80k16 and 5 of m64n128k16, N / 2 clocks.
+    # Each of three warpgroups has 8 steps of m64n80k16 and 5 of m64n128k16, of N / 2 clocks each.
     assert config_search.block_clocks(SM90, HOPPER) == {
         "tensor": 3 * (8 * 40 + 5 * 64),
-        # 128 bytes a clock: A is 16 clocks, but for two steps in registers; B is N / 4.
+        # At 128 bytes a clock A takes 16 clocks, except for two steps in registers, and B N / 4.
         "smem": 3 * (6 * 16 + 8 * 20 + 5 * 32),
         "mufu": 192 * 80 / 16,
-        # 12 warps of 40 scores a thread, four instructions a clock.
+        # 12 warps with 40 scores a thread issue four instructions a clock.
         "issue": pytest.approx(12 / 4 * (3.5 * 40 + 7.6 * 13)),
     }
 
 
 def test_clocks_of_a_key_block_of_the_sm80_class_by_hand():
-    # 512 m16n8k16 at 63 % of a clock each; a warp's two m16 tiles share 256 bytes of B, Q stays.
+    # 512 m16n8k16 run at 63 % of one a clock. A warp's two m16 tiles share 256 bytes of B, and Q
+    # stays in registers.
     assert SM80.variant == "128x64_w4_s2_qreg_c2"
     assert config_search.block_clocks(SM80, HOPPER) == {
         "tensor": pytest.approx(512 / 0.63),
         "smem": 512 + 2 * 64 * 64 * 2 / 128,
         "mufu": 128 * 64 / 16,
-        # A warp: 64 scores a thread, 128 MMAs, 32 ldmatrix of 512 bytes.
+        # A warp has 64 scores a thread, 128 MMAs and 32 ldmatrix of 512 bytes.
         "issue": pytest.approx(4 / 4 * (3.5 * 64 + 128 + 32 + 65 + 0.55 * 64)),
     }
     assert config_search.block_clocks(SM80, (8, 0))["tensor"] == 1024
@@ -122,7 +125,7 @@ def test_clocks_are_those_of_the_machine_code(path):
     names = {field.name for field in dataclasses.fields(FwdConfig)}
     config = FwdConfig(**{k: v for k, v in profile["config"].items() if k in names})
     clocks = config_search.block_clocks(config, HOPPER)
-    # Of one warp in each quarter of the SM.
+    # The profile's clocks are of one warp in each quarter of the SM.
     warp = profile["static"]["estimate"]["clocks"]
     for unit, tolerance in {"tensor": 0, "smem": 0, "issue": 0.06}.items():
         assert clocks[unit] == pytest.approx(config.warps / 4 * warp[unit], rel=tolerance), unit
@@ -137,7 +140,7 @@ def test_the_profiles_that_clocks_are_compared_with_are_there():
     ("config", "capability", "roof", "percent"),
     [
         (SM90, HOPPER, "tensor", 100.0),
-        # 64 exponentials a thread: 64 * 8 clocks a warpgroup, its products take 256.
+        # 64 exponentials a thread take a warpgroup 64 * 8 clocks, its products take 256.
         (heuristics.sm90_configs("bf16", 32, False)[0], HOPPER, "mufu", 50.0),
         (SM80, HOPPER, "tensor", 63.0),
         (heuristics.fwd_config("bf16", 256, False, HOPPER), HOPPER, "smem", 36.4),
@@ -161,7 +164,7 @@ def test_no_roof_without_rates():
 
 @pytest.mark.parametrize(("head_dim", "causal"), EACH)
 def test_roofs_cannot_tell_sm90_candidates_apart(head_dim, causal):
-    """Why none of them is left out: nearly all have the roof of those in use."""
+    """The search leaves no candidate out, as nearly all have the roof of those in use."""
     found = config_search.candidates(90, "bf16", head_dim, causal, HOPPER)
     shares = {c: config_search.roofline(c, HOPPER)["tensor_peak_percent"] for c in found}
     used = config_search.in_use(90, "bf16", head_dim, causal, HOPPER)

@@ -1,4 +1,4 @@
-"""CPU tensors, eagerly: PyTorch's flash attention against the reference."""
+"""Eager calls with CPU tensors: PyTorch's flash attention against the reference."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def reference_only(monkeypatch):
 
 def check_against_reference(q, k, v, **options):
     out, lse, _ = flash_attn_func(q, k, v, return_attn_probs=True, **options)
-    if q.dtype != torch.float64:  # which the rule takes as the truth
+    if q.dtype != torch.float64:  # the rule itself takes float64 as the truth
         check_forward(out.detach(), lse.detach(), q, k, v, check_drift=False, **options)
     grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out.dtype)
     exact, exact_lse, _ = attention_ref(q, k, v, upcast=torch.float64, **options)
@@ -127,7 +127,7 @@ def test_flash_with_any_strides(causal):
     ):
         leaves = [x.requires_grad_() for x in tensors]
         out = flash_attn_func(*leaves, causal=causal)
-        if regular(tensors[0]):  # else out is contiguous, as on CUDA
+        if regular(tensors[0]):  # otherwise out is contiguous, as on CUDA
             assert out.stride() == torch.empty_like(tensors[0]).stride()
         else:
             assert out.is_contiguous()
@@ -152,7 +152,7 @@ def test_empty_tensors(sizes, causal):
 @pytest.mark.parametrize("options", [{"causal": True}, {"window_size": (2, 1)}], ids=str)
 def test_hidden_nan_and_inf_reach_no_result(options, where, bad):
     q, k, v = make_qkv(40, 40)
-    rows = slice(0, 20)  # none of which sees key 30
+    rows = slice(0, 20)  # none of these rows sees key 30
     clean = flash_attn_func(q, k, v, return_attn_probs=True, **options)
     expected = torch.autograd.grad(clean[0][:, rows].sum(), (q, k, v))
     with torch.no_grad():
@@ -162,7 +162,7 @@ def test_hidden_nan_and_inf_reach_no_result(options, where, bad):
     torch.testing.assert_close(got[1][..., rows], clean[1][..., rows])
     assert not got[0][:, 30].isfinite().all()
     if "causal" in options:
-        return  # later rows see the key and all of these
+        return  # later rows see key 30 and all keys of these rows
     for g, e in zip(torch.autograd.grad(got[0][:, rows].sum(), (q, k, v)), expected, strict=True):
         torch.testing.assert_close(g[:, rows], e[:, rows])
 
@@ -171,7 +171,7 @@ def test_hidden_nan_and_inf_reach_no_result(options, where, bad):
 @pytest.mark.parametrize("sq", [20, 7])
 def test_nan_and_inf_that_no_row_sees_reach_no_gradient(sq, bad):
     q, k, v = make_qkv(sq, 40)
-    options = {"window_size": (3, 0)}  # keys before 40 - sq - 3 are seen by none
+    options = {"window_size": (3, 0)}  # no row sees keys before 40 - sq - 3
     expected = torch.autograd.grad(flash_attn_func(q, k, v, **options).sum(), (q, k, v))
     with torch.no_grad():
         k[:, 5], v[:, 7] = bad, bad
@@ -183,7 +183,7 @@ def test_nan_and_inf_that_no_row_sees_reach_no_gradient(sq, bad):
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 3e38])
 @pytest.mark.parametrize("where", [0, 1, 2])
 def test_what_is_not_finite_means_what_the_reference_says(where, bad):
-    # PyTorch's exponential makes numbers of some NaNs, and its sums of products overflow.
+    # PyTorch's kernel turns some NaNs into numbers, in its exponential, and its sums overflow.
     tensors = [x.detach() for x in make_qkv(100, 100)]
     tensors[where][:, 7, :, 3] = bad
     out, lse, _ = flash_attn_func(*tensors, return_attn_probs=True)
@@ -196,7 +196,7 @@ def test_what_is_not_finite_means_what_the_reference_says(where, bad):
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"window_size": (40, 9)}], ids=str)
 @pytest.mark.parametrize("lengths", [(1, 600), (17, 530), (540, 540)], ids=str)
 def test_values_of_weight_zero_mean_what_the_reference_says(lengths, options, bad):
-    # Without a gradient v is judged by the output alone, where 0 * NaN must have come through.
+    # Without a gradient only the output shows whether v is finite, so 0 * NaN must reach it.
     q, k, v = (x.detach() for x in make_qkv(*lengths, h=2, h_k=1, b=1))
     k[:, 3::7] = -1e4 * q.mean(1, keepdim=True)[:, :, ::2]  # most weights are 0
     for key in (3, lengths[1] // 2, lengths[1] - 1):  # first, middle and last block of keys
@@ -210,7 +210,7 @@ def test_values_of_weight_zero_mean_what_the_reference_says(lengths, options, ba
 
 @pytest.mark.parametrize("gradient", [False, True])
 def test_values_are_read_once_more_for_a_gradient_only(monkeypatch, gradient):
-    # With few queries reading v again takes as long as the kernel.
+    # With few queries reading v once more takes as long as the kernel does.
     q, k, v = (x.requires_grad_(gradient) for x in make_qkv(1, 40))
     read, norm = [], cpu._norm
     monkeypatch.setattr(cpu, "_norm", lambda x: read.append(x.data_ptr()) or norm(x))
@@ -257,7 +257,7 @@ def test_few_scores(monkeypatch, lengths, dtype, scale):
 @pytest.mark.parametrize("scale", [0.5, -2.0, 0.0, 1e-50])
 def test_few_scores_that_are_not_finite_mean_what_the_reference_says(where, bad, scale):
     tensors = [x.detach().abs() for x in make_qkv(9, 11, h_k=4, b=1)]
-    for key in (7, slice(None)):  # all scores of -inf hide all keys
+    for key in (7, slice(None)):  # where all scores are -inf, all keys are hidden
         tensors[where][:, key, :, 3] = bad
         out, expected = (f(*tensors, softmax_scale=scale) for f in (flash_attn_func, attention_ref))
         torch.testing.assert_close(out, expected.out, equal_nan=True)
@@ -308,7 +308,7 @@ def test_scores_that_only_their_scale_takes_beyond_float32(options, dtype, size,
     got = torch.autograd.grad(out.sum(), (q, k, v))
     expected = torch.autograd.grad(exact.out.sum(), (q, k, v))
     for g, e in zip(got, expected, strict=True):
-        largest = e.abs().nan_to_num(posinf=0).max().item()  # terms that cancel are as large
+        largest = e.abs().nan_to_num(posinf=0).max().item()  # cancelling terms are as large
         torch.testing.assert_close(g, e, rtol=tolerance, atol=max(tolerance, 1e-6 * largest))
 
 
@@ -456,7 +456,7 @@ def test_sinks_that_are_not_finite_mean_what_the_reference_says(bad):
 
 
 class _LargestTensor(TorchDispatchMode):
-    """Elements of the largest tensor that any operation returned."""
+    """Records the number of elements in the largest storage that any operation returned."""
 
     def __init__(self):
         super().__init__()
@@ -480,12 +480,12 @@ def test_dropout_holds_no_more_than_a_block_of_the_mask(monkeypatch, backward):
         out, _, _ = cpu.attend(tensors, options)
         if backward:
             out.sum().backward()
-    assert largest.numel < 2**14  # all scores are 2**17
+    assert largest.numel < 2**14  # there are 2**17 scores
 
 
-@pytest.mark.parametrize("seqlen", [16, 256])  # norms by torch, and by BLAS
+@pytest.mark.parametrize("seqlen", [16, 256])  # norms of torch, then of BLAS
 def test_the_plain_case_calls_little_but_the_kernel(seqlen):
-    # Each call of torch costs a few microseconds, the kernel less than 50 for a short sequence.
+    # A call of torch costs a few microseconds, and the kernel of a short sequence less than 50.
     q, k, v = (x.detach() for x in make_qkv(seqlen, seqlen, h=8, h_k=8, d=64))
     calls = []
 
@@ -523,7 +523,7 @@ def test_dropout_mask_is_the_same_in_every_use(monkeypatch, limit):
 
 def test_dropout_drops_as_often_as_asked():
     q, k, v = make_qkv(200, 200, h_k=4)
-    for default in (torch.float32, torch.bfloat16):  # whose rounding must not change the odds
+    for default in (torch.float32, torch.bfloat16):  # its rounding must not change the odds
         torch.set_default_dtype(default)
         try:
             dmask = flash_attn_func(q, k, v, 0.002, return_attn_probs=True)[2]

@@ -1,4 +1,4 @@
-"""CPU attention under torch's tracers and transforms: every option, with and without gradient."""
+"""CPU attention under torch's tracers and transforms, with every option and with gradients."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ each_option = pytest.mark.parametrize("name", OPTIONS)
 
 
 class Attention(torch.nn.Module):
-    """Attention with these options behind a projection, so that a parameter wants a gradient."""
+    """Attention with an option behind a projection, so that a parameter requires a gradient."""
 
     def __init__(self, name: str):
         super().__init__()
@@ -71,7 +71,7 @@ def inputs(seqlen_k: int = 11) -> list[torch.Tensor]:
 
 
 def results(attend, module: Attention, seqlen_k: int, *, gradient: bool) -> list[torch.Tensor]:
-    """The output and, where asked for, the gradients of inputs and parameters."""
+    """Returns the output and, where asked for, the gradients of inputs and parameters."""
     tensors = inputs(seqlen_k)
     torch.manual_seed(5)
     with torch.set_grad_enabled(gradient):
@@ -112,7 +112,7 @@ def test_compile_with_inductor() -> None:
     torch._dynamo.reset()
     module = Attention("all")
     compiled = torch.compile(module, fullgraph=True, dynamic=True)
-    with torch._inductor.config.patch(fallback_random=True):  # eager's random numbers
+    with torch._inductor.config.patch(fallback_random=True):  # random numbers as in eager code
         got = results(compiled, module, 11, gradient=True)
     assert_same(got, results(module, module, 11, gradient=True))
 
@@ -139,7 +139,7 @@ def test_compile_needs_neither_a_compiler_nor_a_cache(tmp_path: pathlib.Path) ->
 @pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated:FutureWarning")  # torch's own use
 @pytest.mark.parametrize("gradient", [False, True])
 def test_export_and_train(name: str, gradient: bool, tmp_path: pathlib.Path) -> None:
-    # A gradient flows through the program even if it was exported without one.
+    # The program has a gradient even if it was exported without one.
     module = Attention(name)
     seqlen = torch.export.Dim("seqlen", min=2, max=2**20)
     shapes = {"q": None, "k": {1: seqlen}, "v": {1: seqlen}}
@@ -183,7 +183,7 @@ def test_exported_program_loads_in_a_process_that_only_imports_the_function(
 def test_vmap(name: str) -> None:
     module = Attention(name)
     stacked = [torch.stack((x, x + 1, 2 * x)).detach().requires_grad_() for x in inputs()]
-    # One mask for all, so that a loop can be compared with.
+    # All samples have the same dropout mask, so that a loop gives the same results.
     batched = torch.vmap(module, randomness="same")
     torch.manual_seed(5)
     out = batched(*stacked)
@@ -249,7 +249,7 @@ def _losses(q, k, v):
     return torch.vmap(_loss)(q, k, v)
 
 
-# Over two samples; the gradients of each, (2, ...), all computed in these ways.
+# Different ways to compute the gradients of each of two samples, (2, ...).
 TRANSFORMS = {
     "vmap_of_grad": torch.vmap(torch.func.grad(_loss, argnums=(0, 1, 2))),
     "grad_of_vmap": torch.func.grad(lambda *x: _losses(*x).sum(), argnums=(0, 1, 2)),
@@ -290,7 +290,7 @@ def _square(x):
     return flashcute.flash_attn_func(x, x, x).square().sum()
 
 
-# Inside torch.func a level that records nothing would give zeros for a second derivative.
+# If a level of torch.func did not record the gradient, second derivatives would be zeros.
 @pytest.mark.parametrize(
     "derivative",
     [
@@ -316,7 +316,7 @@ def test_forward_mode_derivative_that_is_not_there_is_refused() -> None:
     with pytest.raises(NotImplementedError, match=message):
         torch.func.hessian(_square)(x)
     compiled = torch.compile(torch.func.jacfwd(_square), backend="aot_eager", fullgraph=True)
-    with pytest.raises(Exception, match=message):  # of dynamo's own kind
+    with pytest.raises(Exception, match=message):  # dynamo raises its own type
         compiled(x)
     with pytest.raises(NotImplementedError, match=message):
         torch.func.linearize(_square, x)
@@ -377,14 +377,14 @@ def test_opcheck(name: str) -> None:
 @pytest.mark.filterwarnings("ignore:`torch.jit.trace` is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])
 def test_recorded_graph_holds_for_other_values(mode: str) -> None:
-    # Eager code looks for NaN; a graph of what it did for these values would be wrong for others.
+    # Eager code branches on whether values are NaN. A graph of one branch is wrong for others.
     q, k, v = (x.detach() for x in inputs())
 
     def attend(q, k, v):
         return flashcute.flash_attn_func(q, k, v, causal=True)
 
     graph = make_fx(attend, tracing_mode=mode)(q, k, v)
-    with pytest.warns(torch.jit.TracerWarning):  # the checks hold for these shapes, which it fixes
+    with pytest.warns(torch.jit.TracerWarning):  # it fixes the shapes that were checked
         traced = torch.jit.trace(attend, (q, k, v), check_trace=False)
     v[:, -1] = torch.nan
     expected = attend(q, k, v)
@@ -412,7 +412,7 @@ def test_hidden_nan_stays_hidden_in_a_compiled_call() -> None:
     with torch.no_grad():
         k[:, 0], v[:, 1] = torch.nan, torch.inf
     attend = torch.compile(flashcute.flash_attn_func, backend="aot_eager", fullgraph=True)
-    out = attend(q, k, v, window_size=(0, -1))  # the first query stands at key 2
+    out = attend(q, k, v, window_size=(0, -1))  # the first query is at key 2
     grads = torch.autograd.grad(out.sum(), (q, k, v))
     assert all(x.isfinite().all() for x in (out, *grads))
 

@@ -17,7 +17,7 @@ from flashcute import cpu, cpu_varlen
 
 ROOT = pathlib.Path(flashcute.__file__).parents[1]
 
-# Shapes stand for parameters.
+# Tuples of alibi_slopes and sinks are the shapes of parameters.
 OPTIONS = {
     "plain": {},
     "lse": {"return_attn_probs": True},
@@ -39,7 +39,7 @@ OPTIONS = {
 }
 each_option = pytest.mark.parametrize("name", OPTIONS)
 
-# Lengths of the same totals, and of others.
+# Lengths of queries and keys: two batches with the same totals, and one with others.
 LENGTHS = [
     ((4, 0, 5), (6, 2, 3)),
     ((2, 5, 2), (1, 2, 8)),
@@ -48,7 +48,7 @@ LENGTHS = [
 
 
 class Attention(torch.nn.Module):
-    """Varlen attention with these options behind a projection."""
+    """Varlen attention with an option behind a projection."""
 
     def __init__(self, name: str):
         super().__init__()
@@ -71,7 +71,7 @@ class Attention(torch.nn.Module):
 
 
 def inputs(lengths=LENGTHS[0]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """q, k, v that want gradients; cu_seqlens_q and cu_seqlens_k."""
+    """Returns q, k, v that require gradients, and cu_seqlens_q and cu_seqlens_k."""
     generator = torch.Generator().manual_seed(1)
     total_q, total_k = map(sum, lengths)
     shapes = ((total_q, 4, 16), (total_k, 2, 16), (total_k, 2, 16))
@@ -80,7 +80,7 @@ def inputs(lengths=LENGTHS[0]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
 
 
 def results(attend, module, lengths=LENGTHS[0], *, gradient: bool = True) -> list[torch.Tensor]:
-    """The output and, where asked for, the gradients of inputs and parameters."""
+    """Returns the output and, where asked for, the gradients of inputs and parameters."""
     tensors, cu_seqlens = inputs(lengths)
     torch.manual_seed(5)
     with torch.set_grad_enabled(gradient):
@@ -133,7 +133,7 @@ def test_number_of_sequences_may_change() -> None:
     torch._dynamo.reset()
     module = Attention("sinks")
     compiled = torch.compile(module, backend="aot_eager", fullgraph=True, dynamic=True)
-    # No size equals another, which the first graph would take for the same number.
+    # No two sizes are equal, as the first graph would take equal sizes for one symbol.
     for n, lengths in enumerate((((9, 5, 3, 1, 2), (6, 3, 1, 4, 9)), ((4, 5), (6, 3)))):
         with torch._dynamo.config.patch(error_on_recompile=n > 0):
             assert_same(results(compiled, module, lengths), results(module, module, lengths))
@@ -277,7 +277,7 @@ def test_meta_tensors_are_refused_what_cuda_tensors_are(name: str, gradient: boo
     }
     module.to("meta").requires_grad_(gradient)
     args = *leaves, *(x.to("meta") for x in cu_seqlens)
-    if gradient and module.alibi_slopes is not None:  # which have none there
+    if gradient and module.alibi_slopes is not None:  # the slopes have no gradient there
         with pytest.raises(NotImplementedError, match="on CUDA, where it is not supported yet"):
             module(*args)
         return
@@ -340,8 +340,8 @@ def test_eager_calls_do_not_go_through_the_operator(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("total", [64, 512])
 def test_backward_touches_each_token_once(total: int) -> None:
-    # The gradient of a slice is a tensor as large as all tokens: with one for each sequence the
-    # backward would take time quadratic in their number.
+    # The gradient of a slice is a tensor as large as all tokens. With a slice for each sequence the
+    # backward would take time quadratic in the number of sequences.
     lengths = [4] * (total // 4)
     cu_seqlens = torch.tensor([0, *lengths]).cumsum(0)
     q = torch.randn(total, 1, 4, requires_grad=True)
@@ -352,7 +352,7 @@ def test_backward_touches_each_token_once(total: int) -> None:
 
 
 class _Elements(torch.utils._python_dispatch.TorchDispatchMode):
-    """Counts the operations by the size of what they return."""
+    """Records the number of elements of each tensor that an operation returns."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""What ``examples/demo.py`` runs of Hopper without a GPU."""
+"""The Hopper part of ``examples/demo.py`` that runs without a GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A rank that is lost: every other one gets an error that names it, within the group's timeout."""
+"""If a rank is lost, every other one gets an error that names it, within the group's timeout."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ LOST = 2
 
 
 def wait_for_all(rank: int, world: int, what: str) -> None:
-    """Return when all ranks have got here: a rank lost sooner may break a call that others are in.
+    """Returns when all ranks have called it, so that no rank is lost while others are in a call.
 
-    Through the store: a barrier of the group itself could be what is broken.
+    Ranks wait through the store, as a barrier of the group itself could be broken.
     """
     store = dist.distributed_c10d._get_default_store()
     store.set(f"{rank} {what}", "")
@@ -32,7 +32,7 @@ def wait_for_all(rank: int, world: int, what: str) -> None:
 
 
 def lose(rank: int, world: int, scheme: str, how: str) -> str:
-    """With which error a rank ended after one of four was lost."""
+    """Returns the error with which a rank ended after one of four was lost."""
     timeout = 8.0 if how == "hangs" else 60.0
     store = dist.distributed_c10d._get_default_store()
     others = [f"error of {other}" for other in range(world) if other != LOST]
@@ -78,7 +78,7 @@ def test_the_lost_rank_is_named_on_all_others(tmp_path, scheme, how):
 
 
 def compare_by_store(rank: int, world: int) -> list[str]:
-    """What calls of CUDA tensors say that agree, differ, agree again, and lack a rank."""
+    """Returns the results of calls of CUDA tensors that agree, differ, agree and lack a rank."""
     group = dist.new_group(timeout=datetime.timedelta(seconds=4.0))
     comm = Communicator("f", group)
     said = []
@@ -88,14 +88,14 @@ def compare_by_store(rank: int, world: int) -> list[str]:
             said.append("agreed")
         except ValueError as error:
             said.append(str(error))
-    comm.agree({"seqlen": 8}, torch.device("cuda"))  # not compared again
+    comm.agree({"seqlen": 8}, torch.device("cuda"))  # is remembered
     if rank != LOST:
         try:
             comm.agree({"seqlen": 16}, torch.device("cuda"))
         except RuntimeError as error:
             said.append(str(error))
     else:
-        time.sleep(6.0)  # alive, but behind for longer than the timeout
+        time.sleep(6.0)  # this rank is alive, but late by more than the timeout
     return said
 
 
@@ -115,7 +115,7 @@ def test_calls_of_cuda_tensors_are_compared_before_nccl_connects(tmp_path):
 
 
 def test_comparisons_leave_a_bounded_number_of_keys_and_descriptions(monkeypatch):
-    """Packed sequences have other lengths in each step; two threads stand for two ranks."""
+    """Each step of packed sequences has new lengths to compare. Two threads act as two ranks."""
     monkeypatch.setattr(communication, "_MOST_DESCRIPTIONS", 8)
     store, compared = dist.HashStore(), [[], []]
     monkeypatch.setattr(communication, "group_store", lambda group: store)
@@ -138,7 +138,7 @@ def test_comparisons_leave_a_bounded_number_of_keys_and_descriptions(monkeypatch
         thread.start()
     for thread in threads:
         thread.join()
-    # The latest are remembered, and an older one is compared again, on both.
+    # Both ranks remember the latest descriptions, and compare an older one again.
     expected = [*range(1, 101), *[100] * 8, 101]
     assert compared == [expected] * 2
     assert store.num_keys() <= 4
@@ -146,7 +146,7 @@ def test_comparisons_leave_a_bounded_number_of_keys_and_descriptions(monkeypatch
 
 
 def without_a_backend(rank: int, world: int) -> tuple[str, bool]:
-    """What a group for CUDA alone says to CPU tensors, and whether one rank computes alone."""
+    """Returns the error of CPU tensors in a group for CUDA, and whether one rank alone computes."""
     x = torch.randn(1, 32, 2, 16)
     group = dist.new_group(backend="cuda:gloo")
     message = ""

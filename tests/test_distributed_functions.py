@@ -1,4 +1,4 @@
-"""Attention over 2 and 4 gloo processes beside that of one: output, log-sum-exp and gradients."""
+"""Attention over 2 and 4 gloo processes is that of one: output, log-sum-exp and gradients."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from flashcute.distributed import allgather
 
 
 class Case(NamedTuple):
-    """One call.
+    """A call of one of the functions.
 
     Attributes:
-        lengths: Tokens of each sequence on a rank; one of a dense batch of ``b``.
-        window: With ``causal`` the arguments of the same names.
-        grouped: Key heads are gathered in several groups, as those of long sequences are.
+        lengths: Tokens of each sequence on a rank; one length for a dense batch of ``b``.
+        window: The argument window_size.
+        grouped: Whether key heads are gathered in several groups, as for long sequences.
     """
 
     scheme: str
@@ -82,7 +82,7 @@ CASES += [
 
 
 def call(case: Case):
-    """The function of a case with its options."""
+    """Returns the function of a case with its options."""
     name = f"{case.scheme}_flash_attn_varlen_func" if case.packed else None
     function = getattr(fd, name or f"{case.scheme}_flash_attn_func")
     options = {"causal": case.causal, "window_size": case.window, "order": case.order}
@@ -93,7 +93,10 @@ def call(case: Case):
 
 
 def inputs(case: Case, world: int) -> list[torch.Tensor]:
-    """q, k, v, dout (b, s, heads, d) and dlse (b, s, h) of the whole sequences, as float32."""
+    """Returns q, k, v, dout (b, s, heads, d) and dlse (b, s, h) of the whole sequences.
+
+    dlse is float32, the others have the case's dtype.
+    """
     generator = torch.Generator().manual_seed(7)
     s = sum(case.lengths) * world
     h, h_k = case.heads
@@ -123,7 +126,7 @@ def merge(case: Case, parts: list[torch.Tensor]) -> torch.Tensor:
 
 
 def compute(case: Case, rank: int, world: int, deterministic: bool = False) -> list[torch.Tensor]:
-    """This rank's out, lse as (b, s, h), dq, dk and dv."""
+    """Returns this rank's out, lse as (b, s, h), dq, dk and dv."""
     q, k, v, dout, dlse = (split(case, x, rank, world) for x in inputs(case, world))
     if case.packed:
         q, k, v, dout = (x[0] for x in (q, k, v, dout))
@@ -140,7 +143,7 @@ def compute(case: Case, rank: int, world: int, deterministic: bool = False) -> l
 
 
 def gather(case: Case, rank: int, world: int, found: list[torch.Tensor]) -> list[torch.Tensor]:
-    """The whole tensors, on every rank."""
+    """Returns the whole tensors, on every rank."""
     whole = []
     for x in found:
         parts = [torch.empty_like(x) for _ in range(world)]
@@ -150,7 +153,7 @@ def gather(case: Case, rank: int, world: int, found: list[torch.Tensor]) -> list
 
 
 def check(case: Case, world: int, whole: list[torch.Tensor]) -> None:
-    """Each sequence by the tolerance rule, against the reference of the whole."""
+    """Checks each sequence by the tolerance rule, against the reference of the whole sequence."""
     start = 0
     for length in case.lengths:
         rows = slice(start, start + length * world)
@@ -166,7 +169,7 @@ def check(case: Case, world: int, whole: list[torch.Tensor]) -> None:
 
 
 def all_cases(rank: int, world: int) -> dict[str, str]:
-    """What is wrong with each case; the same cases on all ranks, in the same order."""
+    """Returns what is wrong with each case. All ranks run the cases in the same order."""
     wrong = {}
     for case in CASES:
         whole = gather(case, rank, world, compute(case, rank, world))
@@ -181,7 +184,7 @@ def all_cases(rank: int, world: int) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    """What is wrong, by number of processes and case."""
+    """Returns what is wrong, by the number of processes and the case."""
     found = {}
     for world in (2, 4):
         outcomes = ranks.run(all_cases, world, tmp_path_factory.mktemp("store"))
@@ -199,7 +202,7 @@ def test_it_is_attention_of_the_whole_sequence(results, world, case):
 
 
 def other_ways(rank: int, world: int) -> dict[str, object]:
-    """What does not compare with a reference; done by two processes."""
+    """Returns results of two processes that are not compared with the reference."""
     found: dict[str, object] = {}
     alone = [dist.new_group([r]) for r in range(world)][rank]
     mesh = dist.device_mesh.init_device_mesh("cpu", (world,), mesh_dim_names=("cp",))
@@ -223,7 +226,7 @@ def other_ways(rank: int, world: int) -> dict[str, object]:
 
 
 def errors(function, q, k, v, rank: int) -> list[str]:
-    """Messages of calls that differ between the ranks."""
+    """Returns the messages of calls that differ between the ranks."""
 
     def message(*args, **options) -> str:
         try:
@@ -289,7 +292,7 @@ def test_calls_that_differ_are_refused_on_all_ranks(ways, scheme):
 
 
 def in_a_mesh(rank: int, world: int) -> list[bool]:
-    """Whether each dimension of a mesh of two computes a sequence of its own, for both schemes."""
+    """Returns whether each dimension of a 2-D mesh computes its own sequence, for both schemes."""
     mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
     found = []
     for name, other in (("dp", "cp"), ("cp", "dp")):

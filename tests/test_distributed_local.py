@@ -1,4 +1,4 @@
-"""What a rank computes: merging of parts, and the gradient of a part, tiled and by the operator."""
+"""What a rank computes: it merges parts, and has a part's gradient in tiles or by the operator."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def inputs(dtype=torch.float32):
 
 
 def gradients(q, k, v, dout, dlse, **options):
-    """Output, log-sum-exp and gradients by autograd of the reference, in float64."""
+    """Returns output, log-sum-exp and gradients by autograd of the reference, in float64."""
     leaves = [x.double().requires_grad_() for x in (q, k, v)]
     out, lse, _ = attention_ref(*leaves, upcast=torch.float64, **options)
     found = torch.autograd.grad((out, lse), leaves, (dout.double(), dlse.double()))
@@ -60,7 +60,7 @@ def test_the_gradient_of_parts_adds_up(monkeypatch):
 
 
 def test_float64_is_merged_and_differentiated_as_exactly_as_float32():
-    """docs/distributed.md says so; the log-sum-exp of one call is float32 for float64, too."""
+    """The log-sum-exp of a call is float32 for float64 tensors, too: see docs/distributed.md."""
     q, k, v, dout, dlse = inputs(torch.float64)
     expected_out, _, expected = gradients(q, k, v, dout, dlse)
     result = local.Result(q)
@@ -77,7 +77,8 @@ def test_float64_is_merged_and_differentiated_as_exactly_as_float32():
 
 @pytest.mark.parametrize(("causal", "window"), [(True, (-1, -1)), (False, (5, 1))])
 def test_the_operator_is_called_with_its_arguments(causal, window):
-    # Kernels take these rows of lse as they are; on the CPU the operator needs whole rows only.
+    # Kernels use the lse that they are given. On the CPU the operator computes the forward again,
+    # so the piece must hold all keys that its rows see.
     q, k, v, dout, dlse = inputs(torch.bfloat16)
     out, lse, _ = flash_attn_func(
         q, k, v, causal=causal, window_size=window, return_attn_probs=True

@@ -1,4 +1,4 @@
-"""The rounds of the ring, on paper: what is sent is what is awaited, and what is needed arrives."""
+"""The plan of the ring's rounds: what is sent is what is awaited, and what is needed arrives."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LAYOUTS = [
 
 
 def rounds(layout: Layout, transfers, count: int):
-    """For each round, what each rank lists, checked to be what the others list, in their order."""
+    """Yields each round with every rank's transfers; sends must match receives, in their order."""
     for round_ in range(count):
         lists = [list(transfers(layout, rank, round_)) for rank in range(layout.world)]
         for a in range(layout.world):
@@ -31,7 +31,7 @@ def rounds(layout: Layout, transfers, count: int):
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_needed_keys_arrive_and_no_others(layout):
     world, parts = layout.world, range(len(layout.segments(0)))
-    held = {(rank, part): None for rank in range(world) for part in parts}  # the keys' owner
+    held = {(rank, part): None for rank in range(world) for part in parts}  # the owner of the keys
     for round_, lists in rounds(layout, ring.key_transfers, world + 1):
         arrived = {}
         for rank, transfers in enumerate(lists):

@@ -1,4 +1,4 @@
-"""Who is named where CUDA transfers do not end, with events and a clock of the test's own."""
+"""The rank that is named if CUDA transfers do not end, with simulated events and clock."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TIMEOUT = 60.0
 
 
 class Call:
-    """One whose work is done or not."""
+    """A call whose work on the GPU is done or not."""
 
     def __init__(self, done: bool):
         self.done = done
@@ -34,7 +34,7 @@ def watches():
 
 
 def add(watch: Watch, call: Call | None) -> None:
-    """A call that the host left; None: one that the host is in."""
+    """Adds a call that the host has left, or with None one that the host is in."""
     begun = watch.begin("ring", 0.0)
     begun.left = call is not None
     watch.calls[begun.number] = call
@@ -93,7 +93,7 @@ def test_where_all_are_alive_none_is_named(watches, caplog):
 
 
 def test_a_call_counts_while_the_host_is_in_it(watches, caplog):
-    """A kernel's first load may wait for the GPU, and that for a transfer from a lost rank."""
+    """A kernel's first load may wait for the GPU, which may wait for a transfer of a lost rank."""
     for rank in (0, 2):
         add(watches[rank], None)
     run(watches, range(1, 60), silent=[1])
@@ -103,7 +103,7 @@ def test_a_call_counts_while_the_host_is_in_it(watches, caplog):
 
 
 def test_the_thread_goes_on_until_its_watch_is_gone():
-    """And calls nothing of CUDA, which there is not here."""
+    """The thread also calls nothing of CUDA, as it runs here without."""
     asked = []
     found = Watch(dist.HashStore(), 0, 1, TIMEOUT, lambda number: asked.append(number) or last())
 
@@ -134,7 +134,7 @@ def test_calls_from_several_streams_end_in_any_order(watches, caplog):
 
 
 def test_an_end_is_told_by_its_number(monkeypatch):
-    """On the CPU, whose copies are done at once; slots are used again."""
+    """The test runs on the CPU, whose copies are done at once. Slots are used again."""
 
     def on_the_cpu(make):
         def call(*args, device, pin_memory=False, **options):

@@ -1,4 +1,4 @@
-"""Who holds what: every visible pair of a query and a key is computed exactly once."""
+"""The layout of tokens on ranks: every visible pair of query and key is computed exactly once."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ WINDOWS = [(-1, -1), (-1, 0), (0, 0), (3, 0), (5, 2), (-1, 3), (4, -1), (17, 0),
 
 
 def positions(layout: Layout, rank: int) -> list[tuple[int, int]]:
-    """(sequence, position) of a rank's tokens, in order of memory."""
+    """Returns (sequence, position) of a rank's tokens, in order of memory."""
     return [(x.sequence, x.start + i) for x in layout.segments(rank) for i in range(x.length)]
 
 
@@ -30,7 +30,7 @@ def count(pieces, queries, keys, counts) -> None:
 
 
 def visible(layout: Layout) -> set:
-    """Pairs of (sequence, position) of a query and a key that it sees."""
+    """Returns the pairs of a query and a key that it sees, each as (sequence, position)."""
     left, right = layout.window
     found = set()
     for sequence, length in enumerate(layout.lengths):
@@ -57,7 +57,7 @@ def test_each_visible_pair_is_computed_once(world, order, gathered):
             for other in set(range(world)) - {rank}:
                 keys = positions(layout, other)
                 for i, x in enumerate(layout.segments(other)):
-                    if not layout.needs(rank, other, i):  # it is not there
+                    if not layout.needs(rank, other, i):  # it was not sent
                         keys[x.rows] = [None] * x.length
                 count(layout.foreign(rank, other), queries, keys, counts)
         assert set(counts) == visible(layout), (lengths, window)
@@ -86,7 +86,7 @@ def test_a_causal_ring_makes_few_calls():
     assert piece.full
     assert (piece.rows, piece.keys) == (slice(0, 64), slice(0, 32))
     assert not layout.needs(1, 0, 1)
-    # The second chunk of rank 1 sees both of rank 2, the first one neither.
+    # The second chunk of rank 1 sees both chunks of rank 2, its first chunk sees neither.
     (piece,) = layout.foreign(1, 2)
     assert piece.full
     assert (piece.rows, piece.keys) == (slice(32, 64), slice(0, 64))

@@ -1,4 +1,4 @@
-"""The documents: links lead somewhere, examples run, generated parts are what the code says."""
+"""The documents' links lead somewhere, examples run, and generated parts are what the code says."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ def name(path: Path) -> str:
 
 
 def prose(path: Path) -> str:
-    """A document without its fenced blocks, where a ``#`` begins a comment and no heading."""
+    """Returns a document without its fenced blocks, where ``#`` begins a comment, not a heading."""
     return re.sub(r"```.*?```", "", path.read_text(encoding="utf-8"), flags=re.DOTALL)
 
 
 @functools.cache
 def anchors(path: Path) -> set[str]:
-    """GitHub's anchors of a document's headings; a repeated one counts up from -1."""
+    """Returns GitHub's anchors of a document's headings; repeated ones end in -1, -2 and so on."""
     found: list[str] = []
     for heading in re.findall(r"^#+ (.+)$", prose(path), re.MULTILINE):
         anchor = re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
@@ -62,7 +62,7 @@ def anchors(path: Path) -> set[str]:
 
 
 def links(path: Path) -> list[Path]:
-    """The files of this repository that a document links to."""
+    """Returns the files of this repository that a document links to."""
     targets = (target.partition("#")[0] for target in LINK.findall(prose(path)))
     return [(path.parent / target).resolve() for target in targets if "://" not in target]
 
@@ -115,7 +115,7 @@ def test_make_targets_exist(document):
 
 
 def program(document: Path) -> str:
-    """The Python blocks of a page as one program, each line at its line number on the page.
+    """Returns the Python blocks of a page as one program; lines keep their numbers on the page.
 
     Where a block ends, the program prints a form feed, so that outputs can be told apart.
     """
@@ -168,7 +168,7 @@ def test_signatures_are_python(page):
 
 
 def test_the_call_of_the_ladder_is_possible():
-    """Its one block needs a GPU, so it runs up to there: the import, and the call's arguments."""
+    """The page's only block needs a GPU, so only its import and the call's arguments are tested."""
     (block,) = python_blocks(LADDER)
     imported, call = ast.parse(block).body
     module = importlib.import_module(imported.module)
@@ -181,7 +181,7 @@ def test_the_call_of_the_ladder_is_possible():
 
 
 def commands() -> list[tuple[str, str]]:
-    """(page, command) of every line in the documents' shell blocks."""
+    """Returns (page, command) of every line in the documents' shell blocks."""
     found = []
     for document in DOCUMENTS:
         text = document.read_text(encoding="utf-8")
@@ -194,7 +194,7 @@ def commands() -> list[tuple[str, str]]:
 
 
 def script_file(script: str) -> Path:
-    """The file that ``python script`` or ``python -m script`` runs."""
+    """Returns the file that ``python script`` or ``python -m script`` runs."""
     if script.endswith(".py"):
         return ROOT / script
     place = ROOT.joinpath(*script.split("."))
@@ -217,7 +217,7 @@ def test_commands_exist(page, command):
 
 
 def advised() -> list[tuple[str, str]]:
-    """(file, arguments) of the commands `python -m flashcute ...` in the package's messages."""
+    """Returns (file, arguments) of commands `python -m flashcute ...` in the package's messages."""
     pattern = re.compile(r"(?<!`)`python -m flashcute ([^`]+)`(?!`)")
     found = []
     for file in sorted((ROOT / "flashcute").rglob("*.py")):
@@ -235,7 +235,7 @@ def test_advised_commands_run():
 
 
 def table_rows(page: Path, heading: str) -> list[list[str]]:
-    """The cells of the rows below a heading of a page, table heads left out."""
+    """Returns the cells of the table rows below a heading of a page, without table heads."""
     section = prose(page).split(f"\n## {heading}")[1].split("\n## ")[0]
     lines = [line for line in section.splitlines() if line.startswith("|")]
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
@@ -338,7 +338,7 @@ def test_missing_markers_are_an_error():
 def test_security_lists_every_variable():
     text = (ROOT / "SECURITY.md").read_text(encoding="utf-8")
     assert set(re.findall(r"`(FLASHCUTE_\w+)`", text)) == {v.name for v in env.VARIABLES}
-    # And every variable that the code names is in the table.
+    # Every variable that the code names must be in the table, too.
     sources = [*(ROOT / "flashcute").rglob("*.py"), ROOT / "setup.py", ROOT / "Makefile"]
     named = set().union(
         *(re.findall(r"FLASHCUTE_[A-Z_]+", p.read_text(encoding="utf-8")) for p in sources)
@@ -497,14 +497,14 @@ WRITTEN = [d for d in DOCUMENTS if name(d) not in RECORDS and d not in {*GENERAT
 
 
 def unquoted(text: str) -> list[str]:
-    """Paragraphs with a time or a speed that is neither quoted, nor generated, nor NVIDIA's."""
+    """Returns paragraphs with a time or speed that is not quoted, generated or NVIDIA's."""
     text = re.sub(r"<!-- begin (\w+) -->.*?<!-- end \1 -->", "", text, flags=re.DOTALL)
     paragraphs = QUOTE.sub("", text).split("\n\n")
     return [p for p in paragraphs if TIME_OR_SPEED.search(p) and "data sheet" not in p]
 
 
 def wrong_quotes(document: Path) -> list[str]:
-    """Figures that are not, word for word, on the page that their link leads to."""
+    """Returns figures that are not, word for word, on the page that their link leads to."""
     quotes = QUOTE.findall(prose(document))
     pages = {target: (document.parent / target).read_text("utf-8") for _, target in quotes}
     return [figure for figure, target in quotes if figure not in " ".join(pages[target].split())]
@@ -528,7 +528,7 @@ def test_stale_figures_are_noticed(tmp_path):
 
 
 def test_facts_quote_the_benchmark():
-    """The rows that name fwd.json have its figures, which the tables are made of."""
+    """The rows that name fwd.json have the figures of that file, as the tables do."""
     result = json.loads(update_docs.FORWARD.read_text(encoding="utf-8"))
     lines = (ROOT / "docs" / "facts.md").read_text(encoding="utf-8").splitlines()
     text = " ".join(line for line in lines if "/fwd.json)" in line)

@@ -1,4 +1,4 @@
-"""The documents: figures in prose and in README are those of the result files and of the code."""
+"""Figures in the documents' prose and in README are those of the result files and of the code."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_facts_count_the_shipped_kernels():
 
 
 def test_how_much_the_candidates_of_the_search_differ():
-    """The range that docs/tried_sm90.md has of the search, over head dimensions and masks."""
+    """docs/tried_sm90.md has the range of the search's results over head dimensions and masks."""
     name_of_file = "search_sm90_no_max_h200.json"
     result = json.loads((update_docs.RESULTS / name_of_file).read_text(encoding="utf-8"))
     means = collections.defaultdict(list)

@@ -1,4 +1,4 @@
-"""What ``python -m flashcute doctor`` says of machines that lack one thing."""
+"""``python -m flashcute doctor`` on machines that lack one thing."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 class Driver:
-    """libcuda.so.1 of a driver for a CUDA."""
+    """A stand-in for libcuda.so.1 of a driver for one version of CUDA."""
 
     def __init__(self, number):
         self.number = number
@@ -32,7 +32,7 @@ class Driver:
 
 @pytest.fixture
 def whole(monkeypatch, tmp_path):
-    """A machine that lacks nothing."""
+    """Makes the machine one that lacks nothing."""
     monkeypatch.setenv("FLASHCUTE_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(doctor.ctypes, "CDLL", lambda name: Driver(13010))
@@ -47,7 +47,7 @@ def whole(monkeypatch, tmp_path):
 
 
 def examine(capsys):
-    """The exit status, and what is missing with how to mend it."""
+    """Runs the command and checks its output; returns what is missing, with how to mend it."""
     status = doctor.run(argparse.Namespace())
     printed = capsys.readouterr().out
     found = doctor.examine()
@@ -169,13 +169,14 @@ def test_one_thing_is_missing(whole, capsys, monkeypatch, case):
         damage(patch)
         missing = examine(capsys)
     assert expected in missing.pop(name)
-    # A torch that fails shows at its GPUs' kernels, too. A driver too old for torch is so for nvcc.
+    # If torch fails, the GPUs' kernels are unknown, too. A driver that is too old for torch is also
+    # too old for nvcc.
     others = {"a broken torch": {"kernels"}, "an old driver": {"nvcc"}}
     assert set(missing) <= others.get(case, set())
 
 
 def test_nvcc_newer_than_the_driver_is_missing(whole, capsys, monkeypatch):
-    """CUDA 13's compiler from PyPI beside torch and a driver for CUDA 12."""
+    """The compiler is CUDA 13's from PyPI, torch and the driver are for CUDA 12."""
     monkeypatch.setattr(doctor.ctypes, "CDLL", lambda name: Driver(12080))
     monkeypatch.setattr(torch.version, "cuda", "12.8")
     missing = examine(capsys)
@@ -217,7 +218,7 @@ def test_nvcc_that_does_not_know_the_gpu_is_missing(
 
 @pytest.mark.parametrize("gcc", ["13.3.0", "12.2.0"])
 def test_gcc_newer_than_nvcc_takes_is_missing(whole, capsys, monkeypatch, tmp_path, gcc):
-    """As nvcc's header says, with an error while it compiles."""
+    """nvcc's header names the newest gcc, and fails with an error for later ones."""
     header = tmp_path / "include" / "crt" / "host_config.h"
     header.parent.mkdir(parents=True)
     header.write_text("#if defined(__GNUC__)\n#if __GNUC__ > 12\n#error -- unsupported\n#endif\n")
@@ -266,7 +267,7 @@ def test_compilers_are_a_limit_where_all_that_ships_is_built(whole, capsys, monk
     assert "         mend     install it" in lines
     assert lines[-1].startswith("nothing is missing for shipped kernels; others")
     for find in (lambda: None, raises(toolchain.BuildError("flashcute: others can write there"))):
-        monkeypatch.setattr(binding, "find", find)  # of what launches them
+        monkeypatch.setattr(binding, "find", find)  # finds the binding, which launches kernels
         assert set(examine(capsys)) == {"nvcc"}
 
 

@@ -1,4 +1,4 @@
-"""Dropout masks: the generator, the mask's definition, and its bits on the way through the CPU."""
+"""Dropout masks: the generator, the definition of a mask, and the masks of CPU calls."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from flashcute.jit.abi import dropout_bound
 from flashcute.reference import attention_ref
 
 PI = (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344), (0xA4093822, 0x299F31D0)
-# Of Random123, the library of the paper's authors: rounds, counter, key, result.
+# (rounds, counter, key, result) of Random123, the library of the authors of the Philox paper.
 KNOWN_ANSWERS = (
     (7, (0,) * 4, (0,) * 2, (0x5F6FB709, 0x0D893F64, 0x4F121F81, 0x4F730A48)),
     (7, (2**32 - 1,) * 4, (2**32 - 1,) * 2, (0x5207DDC2, 0x45165E59, 0x4D8EE751, 0x8C52F662)),
@@ -33,7 +33,7 @@ def test_generator_gives_the_known_answers(rounds, counter, key, expected):
 
 
 def kept(state, entry_head: int, query: int, key: int, dropout_p: float) -> bool:
-    """One weight, in Python's integers."""
+    """Returns whether a weight is kept, computed in Python's integers."""
     words = [query // 16 * 8 + query % 8, key // 16 * 4 + key % 8 // 2, entry_head]
     words.append(state[1] % 2**32)
     k0, k1 = state[0] % 2**32, state[0] % 2**64 >> 32
@@ -48,7 +48,7 @@ def kept(state, entry_head: int, query: int, key: int, dropout_p: float) -> bool
 
 
 def rank(bits: int) -> int | None:
-    """Of a float16 among all, in its bits; None of NaN."""
+    """Returns the place of a float16, given as bits, in the order of all; None for NaN."""
     magnitude = bits % 2**15
     return None if magnitude > 0x7C00 else -magnitude if bits >> 15 else magnitude
 
@@ -93,7 +93,7 @@ def test_weights_are_dropped_as_often_as_asked(dropout_p):
 
 
 def test_weights_are_independent():
-    """Of their neighbours, and of other entries, heads, seeds and offsets."""
+    """They are independent of neighbours and of other entries, heads, seeds and offsets."""
     states = [STATE, STATE + torch.tensor([1, 0]), STATE + torch.tensor([0, 1])]
     states.append(STATE + torch.tensor([2**32, 0]))
     masks = torch.stack([dropout_mask(x, 2, 2, 256, 256, 0.5) for x in states]).double() * 2 - 1
@@ -139,7 +139,7 @@ def test_the_operator_on_the_cpu_drops_what_the_mask_says():
 
 
 def test_sequences_of_a_ragged_batch_are_entries():
-    """Empty ones count, and what a sequence gets does not depend on where it stands."""
+    """Empty sequences count as entries. A mask does not depend on where a sequence's tokens are."""
     lengths = (5, 0, 17, 30)
     q, k, v = (torch.randn(sum(lengths) + 2, 4, 16) for _ in range(3))
     cu = torch.tensor([0, 5, 5, 22, 52], dtype=torch.int32)
@@ -162,7 +162,7 @@ def fake_qkv(device: str) -> list[torch.Tensor]:
 
 
 def test_what_the_function_hands_to_the_operator_on_cuda(monkeypatch):
-    """A state on the device, drawn in each call, and the rounded probability; none without."""
+    """The operator gets a state on the device and the rounded probability, or neither."""
     calls = []
 
     def attend(q, *args):

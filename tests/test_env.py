@@ -54,7 +54,7 @@ def test_wrong_value(name, value, expected):
     with pytest.raises(
         ValueError, match=rf"expected {name} to be .*{expected}.*got {name}='{value}'"
     ):
-        env.prebuild_targets({name: value})  # reads all of them
+        env.prebuild_targets({name: value})  # reads all variables
 
 
 def test_what_only_pip_reads_breaks_nothing_at_run_time():

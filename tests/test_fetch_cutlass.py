@@ -1,4 +1,4 @@
-"""Everything of the script but the download, on a wheel made here."""
+"""The script without its download, on a wheel that the tests make."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TOOL = Path(__file__).resolve().parents[1] / "third_party" / "fetch_cutlass.py"
 
 @pytest.fixture
 def tool(tmp_path, monkeypatch):
-    """The script, with a small wheel pinned and an output folder of its own."""
+    """Returns the script, with a small wheel pinned and an output folder of its own."""
     spec = importlib.util.spec_from_file_location("fetch_cutlass", TOOL)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -59,7 +59,7 @@ def test_unpacks_headers_and_licence_only_and_once(tool, tmp_path, monkeypatch):
     assert files(tool.FOLDER) == WHOLE
     assert files(tmp_path / "third_party") == {f"cutlass/{name}" for name in WHOLE}
     wheel.unlink()
-    assert run(tool, monkeypatch, "--wheel", wheel) == 0  # there already: the wheel is not read
+    assert run(tool, monkeypatch, "--wheel", wheel) == 0  # exists, so no wheel is read
 
 
 @pytest.mark.parametrize("damage", ["change", "remove", "add", "stamp"])

@@ -40,8 +40,8 @@ def test_odd_inputs_are_many_and_their_names_unique() -> None:
     assert all(len(_on(device)) >= 200 for device in DEVICES)
 
 
-# Dynamo itself prints the arguments of a call, which Python refuses for an int of 5001 digits. A
-# compilation takes half a second, so only a few are tried.
+# Cases with an int of 5001 digits are left out: dynamo prints the arguments of a call, and Python
+# refuses to print such an int. A compilation takes half a second, so only a few cases are tried.
 COMPILED = [case for case in _on("meta") if "digits" not in case.name][::8]
 
 
@@ -91,11 +91,11 @@ def _environment() -> dict[str, str]:
         lambda q, k, v: flashcute.flash_attn_func(q, k, v, deterministic=True),
         lambda q, k, v: flashcute.flash_attn_kvpacked_func(q, torch.stack((k, v), 2)),
         lambda q, k, v: flashcute.flash_attn_qkvpacked_func(torch.stack((q, q, q), 2)),
-        # strides of size-1 dimensions are arbitrary
+        # The strides of dimensions of size 1 are arbitrary.
         lambda q, k, v: flashcute.flash_attn_func(
             q[:, :1].as_strided((2, 1, 4, 64), (2304, 3331333, 64, 1)), k, v
         ),
-        # strides off the 16-byte grid are copied
+        # Tensors whose strides are no multiple of 16 bytes are copied.
         lambda q, k, v: flashcute.flash_attn_func(
             q, *(t.new_empty(2, 11, 2, 68)[..., :64] for t in (k, v))
         ),
@@ -200,7 +200,10 @@ def test_every_head_dim_is_padded_or_refused(d: int) -> None:
 
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple]:
-    """The arguments that reach the operator; it computes them as for CPU tensors."""
+    """Returns a list of the tensors and the scale of each call that reaches the operator.
+
+    The operator computes nothing: its results are empty tensors.
+    """
     calls = []
 
     def op(q, k, v, scale, causal):
@@ -259,12 +262,12 @@ def test_a_compiled_function_copies_too() -> None:
             assert (out.shape, out.is_contiguous()) == (q.shape, True)
 
 
-# What the host does for one call, counted instead of timed: with Python 3.11 it is 508 on the meta
-# device, which is what the host does for CUDA, and 743 on the CPU.
+# Counts the bytecodes of one call on the host instead of timing it. With Python 3.11 they are 508
+# on the meta device, whose path is that of CUDA tensors, and 743 on the CPU.
 @pytest.mark.parametrize(("device", "most"), [("meta", 600), ("cpu", 900)])
 def test_the_plain_case_takes_few_bytecodes(device: str, most: int) -> None:
     q, _, _ = tensors(device)
-    k = v = q  # of one length, so that one call of PyTorch's kernel does it
+    k = v = q  # equal lengths, so that one call of PyTorch's kernel suffices
     result = (q, q)
     count = 0
 
@@ -355,7 +358,7 @@ def test_cpu_results_do_not_depend_on_autocast() -> None:
 
 @pytest.mark.parametrize("which", range(1, 8))
 def test_cpu_gradients(which: int) -> None:
-    # Each of the seven ways of asking for one, two or three of the gradients.
+    # The bits of ``which`` say which of the three gradients are asked for.
     q, k, v = (t[:1, :4, :2, :4].contiguous() for t in _random(torch.float64))
     for bit, tensor in enumerate((q, k, v)):
         tensor.requires_grad_(bool(which >> bit & 1))
@@ -413,7 +416,7 @@ def test_packed_functions_read_in_place() -> None:
 
 
 def test_import_is_lazy() -> None:
-    # The command line imports the package too, and may only want to build.
+    # The command line imports the package, too, and needs no torch if it only builds.
     script = (
         "import sys, flashcute\n"
         "assert 'torch' not in sys.modules, 'torch was imported'\n"

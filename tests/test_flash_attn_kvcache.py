@@ -40,7 +40,7 @@ OPTIONS = {
     },
 }
 each_option = pytest.mark.parametrize("name", OPTIONS)
-# Every page size, and every option over pages that end within sequences.
+# Every page size with all options, and every option with pages of 3, which end within sequences.
 each_page_size = pytest.mark.parametrize(
     ("name", "page_size"),
     [*(("all", n) for n in (1, 2, 8, 24, 32)), *((name, 3) for name in OPTIONS)],
@@ -53,7 +53,7 @@ def random(*shape: int, seed: int = 0, dtype=torch.float32) -> torch.Tensor:
 
 
 def make(n_new: int = 0, seqlen_q: int = 2, dtype=torch.float32) -> dict[str, object]:
-    """Arguments with a cache of one entry a sequence, NaN where nothing is."""
+    """Returns arguments with a cache of one entry a sequence, with NaN in unused slots."""
     given = {"q": random(B, seqlen_q, H, D, seed=1, dtype=dtype)}
     for name, seed in (("k_cache", 2), ("v_cache", 3)):
         cache = random(B, CAPACITY, H_K, D, seed=seed, dtype=dtype)
@@ -69,7 +69,7 @@ def make(n_new: int = 0, seqlen_q: int = 2, dtype=torch.float32) -> dict[str, ob
 
 
 def in_pages(given: dict, page_size: int, seed: int = 0) -> dict[str, object]:
-    """The same cache in pages of any order: garbage in what of the table is not in use."""
+    """Returns arguments with the cache in pages of random order, and garbage in unused slots."""
     generator = torch.Generator().manual_seed(seed)
     n_new = given["k"].shape[1] if "k" in given else 0
     width = -(-CAPACITY // page_size) + 1
@@ -98,7 +98,7 @@ def copied(given: dict) -> dict[str, object]:
 
 
 def same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Equal bit for bit, with NaN in the same places."""
+    """Returns whether tensors are equal, with NaN in the same places."""
     return torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(), b.nan_to_num())
 
 
@@ -158,7 +158,7 @@ def test_appending_is_concatenating_bit_for_bit(name: str, page_size: int | None
 
 
 def test_tokens_one_by_one_are_all_tokens_at_once() -> None:
-    # Decoding: each call appends where the call before ended, over edges of pages.
+    # As in decoding, each call appends where the call before ended, across page boundaries.
     k, v, q = (random(B, 7, heads, D, seed=7) for heads in (H_K, H_K, H))
     for page_size in (None, 1, 2, 3):
         given = make()
@@ -194,7 +194,7 @@ def test_rotates_queries_and_new_keys(interleaved, rotary_dim, name, dtype) -> N
     offsets = given["cache_seqlens"]
     plain["k"] = apply_rotary_emb(given["k"], cos, sin, interleaved, seqlen_offsets=offsets)
     q = given["q"]
-    if name == "plain":  # all queries of a sequence have one position
+    if name == "plain":  # all queries of a sequence have the same position
         rows = q.transpose(1, 2).reshape(B, 1, 3 * H, D)
         rows = apply_rotary_emb(rows, cos, sin, interleaved, seqlen_offsets=offsets)
         plain["q"] = rows.view(B, H, 3, D).transpose(1, 2).contiguous()
@@ -230,7 +230,8 @@ def test_sequences_do_not_depend_on_each_other(name: str) -> None:
 
 
 def test_pages_shared_between_sequences() -> None:
-    # A prefix in common: the same pages of it, then pages of their own, which are appended to.
+    # Sequences share the pages of a common prefix. Further pages, which are appended to, are their
+    # own.
     given = make(2)
     prefix_k, prefix_v = random(8, H_K, D, seed=11), random(8, H_K, D, seed=12)
     for name, prefix in (("k_cache", prefix_k), ("v_cache", prefix_v)):
@@ -240,7 +241,7 @@ def test_pages_shared_between_sequences() -> None:
     paged = in_pages(given, 4)
     paged["block_table"][:, :2] = paged["block_table"][0, :2]
     assert all(map(torch.equal, call(paged, causal=True), call(given, causal=True)))
-    # And of one sequence: the same page twice.
+    # A sequence may also have the same page twice.
     paged = in_pages(make(), 4) | {"cache_seqlens": torch.full((B,), 8, dtype=torch.int32)}
     paged["k_cache"], paged["v_cache"] = (
         paged["k_cache"].nan_to_num(),
@@ -297,7 +298,7 @@ def test_entries_of_the_cache() -> None:
     for name in ("k_cache", "v_cache"):
         assert same(moved[name][entries], given[name])
         assert moved[name][[2, 4, 7]].isnan().all()
-    # More entries than sequences, none named: the first ones.
+    # Without cache_batch_idx a cache with more entries than sequences uses its first ones.
     more = {n: moved[n][[*entries.tolist(), 2, 4, 7]] for n in ("k_cache", "v_cache")}
     assert same(call(copied(make(2)) | more, causal=True)[0], expected[0])
     # Two sequences may read one entry.
@@ -342,7 +343,7 @@ def test_lengths_as_an_int_or_none() -> None:
     reading = {n: given[n] for n in ("q", "k_cache", "v_cache")}
     whole = call(reading, cache_seqlens=CAPACITY)
     assert all(map(torch.equal, call(reading), whole))
-    # As many pages as the table has, more of them than sequences.
+    # The cache has as many pages as the table, which are more than the sequences.
     pages = torch.arange(2 * B).view(B, 2).int()
     paged = {n: given[n].view(2 * B, CAPACITY // 2, H_K, D) for n in ("k_cache", "v_cache")}
     paged |= {"q": given["q"], "block_table": pages}
@@ -413,7 +414,7 @@ def test_garbage_in_a_table_of_one_page() -> None:
 
 
 def test_gathered_pages_are_a_cache() -> None:
-    """The way out that the error on CUDA names."""
+    """The error on CUDA advises to gather pages."""
     pages, table = random(6, 4, H_K, D), torch.tensor([[3, 1], [5, 0]]).int()
     lengths = torch.tensor([3, 7]).int()
     given = {"q": random(2, 2, H, D, seed=1), "cache_seqlens": lengths}
@@ -433,7 +434,7 @@ def test_numpy_scalars_count_as_pythons() -> None:
 
 def test_nothing_is_written_where_an_argument_is_wrong() -> None:
     given = make(3)
-    given["cache_seqlens"][2] = CAPACITY - 2  # the only one without room
+    given["cache_seqlens"][2] = CAPACITY - 2  # the only sequence without room
     before = copied(given)
     with pytest.raises(ValueError, match=r"got cache_seqlens\[2\]=22 with 3 tokens to append"):
         call(given)
@@ -465,7 +466,7 @@ LENGTHS_Q = (3, 0, 4, 1, 9)
 
 
 def ragged(page_size: int, dtype=torch.float32) -> tuple[dict, dict]:
-    """The same call of packed keys and of keys in pages."""
+    """Returns the arguments of the same call with packed keys and with keys in pages."""
     given = make(dtype=dtype)
     paged = in_pages(given, page_size)
     cu = [torch.tensor([0, *n]).cumsum(0).int() for n in (LENGTHS_Q, LENGTHS)]
@@ -491,7 +492,7 @@ def test_ragged_queries_over_pages_bit_for_bit(name: str, page_size: int) -> Non
     assert all(map(torch.equal, flash_attn_varlen_func(**paged, **options), expected))
     seqused_k = torch.tensor(LENGTHS).int()
     nothing = torch.zeros_like(paged["cu_seqlens_k"])
-    for cu_seqlens_k in (None, nothing, nothing - 7):  # not read beside seqused_k
+    for cu_seqlens_k in (None, nothing, nothing - 7):  # seqused_k replaces it
         given = paged | {"cu_seqlens_k": cu_seqlens_k, "seqused_k": seqused_k}
         assert all(map(torch.equal, flash_attn_varlen_func(**given, **options), expected))
 

@@ -36,7 +36,7 @@ def cumulative(lengths, dtype=torch.int32) -> torch.Tensor:
 
 
 def make(lengths_q=LENGTHS_Q, lengths_k=LENGTHS_K, *, tail=0, dtype=torch.float32, h=4, h_k=2, d=8):
-    """q, k, v that want gradients, and the four arguments of lengths."""
+    """Returns q, k, v that require gradients, and the four arguments of lengths."""
     generator = torch.Generator().manual_seed(sum(lengths_q) + 7)
     total_q, total_k = sum(lengths_q) + tail, sum(lengths_k) + tail
     shapes = ((total_q, h, d), (total_k, h_k, d), (total_k, h_k, d))
@@ -90,8 +90,8 @@ def test_equal_lengths_are_a_dense_batch(name):
     out, lse, _ = call(tensors, lengths, **OPTIONS[name])
     dense = [x.view(5, -1, *x.shape[1:]) for x in tensors]
     expected = flashcute.flash_attn_func(*dense, return_attn_probs=True, **OPTIONS[name])
-    # PyTorch's kernel gives the same bits. What follows it for a sink does not: a sigmoid's last
-    # bit depends on its place in the tensor, as the reference's products do on the batch size.
+    # PyTorch's kernel gives the same bits for both. With a sink a sigmoid follows, whose last bit
+    # depends on the place in the tensor. The products of the reference depend on the batch size.
     tolerance = 0.0 if name in ("plain", "causal", "window", "left") else 1e-6
     rounding = {"atol": tolerance, "rtol": tolerance}
     torch.testing.assert_close(out.view(5, 9, 4, 8), expected[0], **rounding)
@@ -103,7 +103,7 @@ def test_equal_lengths_are_a_dense_batch(name):
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_longest_lengths_may_be_tensors(dtype):
-    """As flash_attn's operators take them: transformers passes ``cu_seqlens.diff().max()``."""
+    """flash_attn's operators take tensors, and transformers passes ``cu_seqlens.diff().max()``."""
     (q, k, v), (cu_q, cu_k, *longest) = make()
     expected = flashcute.flash_attn_varlen_func(q, k, v, cu_q, cu_k, *longest)
     longest = [torch.tensor(n, dtype=dtype) for n in longest]
@@ -157,7 +157,7 @@ def test_options_that_are_none(name):
     given = dict(zip(names, lengths, strict=True)) | NONE[name]
     got = flash_attn_varlen_func(*tensors, return_attn_probs=True, **given)
     expected = call(tensors, lengths)
-    if name == "alibi":  # which the reference computes
+    if name == "alibi":  # the reference computes ALiBi
         torch.testing.assert_close(got, expected)
     else:
         assert all(map(torch.equal, got, expected))
@@ -194,7 +194,7 @@ def test_seqused_is_slicing(name):
     assert torch.equal(out[pick_q], expected[0]) and torch.equal(lse[:, pick_q], expected[1])
     rest = torch.ones(q.shape[0], dtype=torch.bool).index_fill(0, pick_q, False)
     assert rest.sum() == 7 and not out[rest].any() and (lse[:, rest] == -math.inf).all()
-    with torch.no_grad():  # what is not used may hold anything
+    with torch.no_grad():  # unused rows may hold anything
         q[rest] = math.nan
         hidden = torch.ones(k.shape[0], dtype=torch.bool).index_fill(0, pick_k, False)
         k[hidden], v[hidden] = math.nan, math.inf
@@ -334,7 +334,7 @@ def test_nan_stays_in_its_sequence():
 
 
 def test_round_trip_of_a_padded_batch():
-    # The recipe of coming_from_flash_attn.md: unpad, attend, pad.
+    # coming_from_flash_attn.md has this recipe: unpad, attend, pad.
     generator = torch.Generator().manual_seed(4)
     x = torch.randn(3, 7, 3, 4, 8, generator=generator)
     lengths = torch.tensor([7, 2, 5])
@@ -349,7 +349,7 @@ def test_round_trip_of_a_padded_batch():
 
 
 def test_jagged_nested_tensors():
-    # The recipe of the docstring: values and offsets, and lengths where there are holes.
+    # The docstring has this recipe: pass values and offsets, and lengths where there are holes.
     generator = torch.Generator().manual_seed(5)
     parts = [torch.randn(n, 4, 8, generator=generator) for n in (3, 6, 1)]
     nested = torch.nested.nested_tensor(parts, layout=torch.jagged, requires_grad=True)

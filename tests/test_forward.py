@@ -7,7 +7,7 @@ from flashcute.config import DTYPES, HEAD_DIMS
 from flashcute.oracles import embed_in_nan
 from flashcute.testing import check_forward
 
-# (b, seqlen_q, seqlen_k, h, h_k, d less than the head dimension by)
+# (b, seqlen_q, seqlen_k, h, h_k, difference between the kernel's head dimension and d)
 SHAPES = (
     (1, 128, 128, 1, 1, 0),  # whole tiles
     (1, 129, 193, 2, 1, 8),  # one past the edges of the tiles

@@ -1,4 +1,4 @@
-"""The tool that runs seeded cases by the thousand, on cases of the CPU."""
+"""The tool that runs thousands of seeded cases, here with cases that run on the CPU."""
 
 from __future__ import annotations
 
@@ -30,8 +30,10 @@ FAMILIES = {
 
 @pytest.fixture
 def run(tmp_path, monkeypatch):
-    """``run(*arguments) -> (exit status, results)``, with a compiler that writes what nobody loads;
-    ``nvcc``: what it does first."""
+    """Returns ``run(*arguments, nvcc="") -> (exit status, results)``.
+
+    The compiler runs the shell command ``nvcc``, then writes a file that is never loaded.
+    """
 
     def run(*arguments, nvcc=""):
         compiler = tmp_path / "bin" / "nvcc"
@@ -65,7 +67,7 @@ def test_all_well(run, capsys):
 
 
 def test_a_case_that_fails_stops_no_other(run, capsys):
-    """Be it wrong, raise, break or end its process, or never end; each in each class."""
+    """A case may be wrong, raise, break its process, end it, or hang; all run in each class."""
     status, results = run("--families", "some", "--cases", "30", "--case-seconds", "15")
     assert status == 1
     for arch in ("80", "90"):
@@ -102,10 +104,10 @@ def test_a_kernel_that_is_not_built_stops_the_cases_that_use_it(run, capsys):
 
 @pytest.mark.parametrize("interrupted", [False, True])
 def test_what_was_done_is_kept(interrupted, run, monkeypatch, tmp_path):
-    """At the time limit, or interrupted. The compilers are ended."""
+    """Results are kept at the time limit and when interrupted, and the compilers are ended."""
 
     def end(self, fuzzer):
-        if fuzzer.cases.total() == 15:  # those that need no kernel
+        if fuzzer.cases.total() == 15:  # all cases that need no kernel
             fuzzer.args.seconds = 0.0
             if interrupted:
                 raise KeyboardInterrupt
@@ -134,7 +136,7 @@ def test_without_a_gpu_it_says_so(capsys, monkeypatch):
 
 @pytest.mark.parametrize("name", fuzz_gpu.FAMILIES)
 def test_a_family_runs_on_the_cpu(name):
-    """What each draws is checked, and right there; its kernels are known."""
+    """Cases of each family pass their check on the CPU, and their kernels are known."""
     family = fuzz_gpu.FAMILIES[name]
     make, check, kernels_of = map(family.function, (family.make, family.check, "kernels_of"))
     cases = [make(seed) for seed in range(fuzz_gpu.FIRST_SEED, fuzz_gpu.FIRST_SEED + 8)]
@@ -151,7 +153,7 @@ def test_a_family_runs_on_the_cpu(name):
 
 @pytest.mark.parametrize("name", ["options", "varlen", "bwd_options", "bwd_varlen"])
 def test_scores_are_changed_in_every_head_dimension(name):
-    """Tests draw two or three, whose kernels are compiled for them; here all are compiled anew."""
+    """Tests draw two or three head dimensions, to compile few kernels. The tool draws all."""
     assert scores.FUZZED == fuzz_gpu.FIRST_SEED
     make = fuzz_gpu.FAMILIES[name].function("make_case")
     cases = [make(seed) for seed in range(fuzz_gpu.FIRST_SEED, fuzz_gpu.FIRST_SEED + 400)]
@@ -180,7 +182,7 @@ def test_the_kernels_that_are_built_are_those_that_the_binding_asks_for():
 
 @pytest.mark.parametrize("name", ["bwd", "bwd_options", "bwd_varlen", "bwd_sm90"])
 def test_means_of_gradients_are_of_many_roundings(name):
-    """Of one the formula of FlashAttention itself may exceed the rule of the mean."""
+    """In a mean of one rounding FlashAttention's own formula may exceed the rule of the mean."""
     family = fuzz_gpu.FAMILIES[name]
     make, few = family.function(family.make), 0
     for seed in range(500):

@@ -1,4 +1,4 @@
-"""examples/generate.py on the CPU: what it prints, and that it notices wrong tokens and logits."""
+"""examples/generate.py on the CPU: its output, and that it notices wrong tokens and logits."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TINY += ("--prompts", "3", "30", "--hidden", "32", "--intermediate", "32", "--vo
 
 @pytest.fixture(autouse=True)
 def one_thread():
-    """The model is too small for more."""
+    """Sets one thread, as the model is too small for more."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -76,7 +76,7 @@ def test_a_wrong_attention_fails(monkeypatch, capsys, fault):
 
 @pytest.mark.parametrize("nan", [False, True])
 def test_a_wrong_token_or_no_number_fails(monkeypatch, capsys, nan):
-    """The last token, behind which nothing is computed from it."""
+    """The wrong token is the last one, from which nothing further is computed."""
     right = paged_llama.PagedLlama.generate
 
     def wrong(self, prompts, new_tokens, mark):
@@ -92,11 +92,11 @@ def test_a_wrong_token_or_no_number_fails(monkeypatch, capsys, nan):
     printed = capsys.readouterr().out
     assert ("0 wrong" if nan else "1 wrong") in printed and "FAILED" in printed
     if nan:
-        assert generate.main([*TINY]) == 0  # nobody asked
+        assert generate.main([*TINY]) == 0  # there was no --check
 
 
 def test_a_token_may_be_another_in_a_tie_only():
-    """Of exact logits that are 0.1 apart, by the error of PyTorch's."""
+    """The exact logits are 0.1 apart; the error of PyTorch's logits decides whether they tie."""
     tokens = torch.tensor([[0, 1]])
     run = generate.Generated(tokens, torch.empty(0), [])
     for error, ties in ((0.06, 1), (0.04, 0)):
@@ -112,7 +112,7 @@ def test_a_token_may_be_another_in_a_tie_only():
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A Llama with stretched rotary tables, and settings that would sample."""
+    """Saves a Llama with stretched rotary tables and settings that would sample; returns where."""
     path = tmp_path_factory.mktemp("model")
     rope = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0}
     config = transformers.LlamaConfig(

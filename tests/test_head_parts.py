@@ -1,5 +1,7 @@
-"""Into how many parts the query heads of a key head are divided in a backward: the model's code,
-called on the CPU."""
+"""The number of parts into which a backward divides the query heads of a key head.
+
+The model's own code is called on the CPU.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,7 @@ def both(n):
 
 
 def test_few_tiles_are_divided(parts):
-    """By what an H100 was fastest with: docs/tried_sm90.md."""
+    """The numbers of parts are those that an H100 was fastest with: docs/tried_sm90.md."""
     assert parts("causal", 1, 8, 1, 4096) == both(8)
     assert parts("causal", 1, 8, 1, 8192) == both(4)
     assert parts("causal", 2, 32, 2, 4096) == both(2)
@@ -72,7 +74,7 @@ def test_enough_tiles_are_not(parts):
 
 
 def test_one_long_sequence_among_short_ones_is_divided(parts):
-    """Of a ragged batch the longest counts; a bound that is too large costs sums alone."""
+    """The longest sequence of a ragged batch counts. Too large a bound costs only more sums."""
     assert parts("causal", 140, 8, 1, 256) == both(1)
     tokens = 8192 + 139 * 256
     assert parts("causal", 140, 8, 1, 8192, total_q=tokens, total_k=tokens)[1] > 1
@@ -96,7 +98,7 @@ def test_parts_divide_the_heads_and_bound_the_workspace(parts, seed):
 
 
 def test_tiles_that_keep_their_order_are_not_shared(parts):
-    """A second wave of 12 tiles takes as long as the first one then."""
+    """Without sharing tiles, a second wave of 12 tiles takes as long as the first one."""
     assert parts("none", 1, 32, 4, 4500)[0] == 1
     assert parts("none", 1, 32, 4, 4500, deterministic=1, sm90=False)[0] > 1
 

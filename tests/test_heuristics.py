@@ -21,7 +21,7 @@ from flashcute.problem import rounded, rounded_length, typical_length
 ALL = list(itertools.product(DTYPES, HEAD_DIMS, (False, True), MAX_SMEM_BYTES))
 PROBLEM = FwdProblem("bf16", True, b=2, seqlen_q=512, seqlen_k=512, h=8, h_k=2, d=128)
 OF_HOPPER = list(itertools.product(DTYPES, HEAD_DIMS, (False, True)))
-# Without one of Hopper's class.
+# The GPUs that cannot run kernels of Hopper's class.
 OTHERS = [capability for capability in MAX_SMEM_BYTES if capability != (9, 0)]
 
 
@@ -41,7 +41,7 @@ def test_every_configuration_fits_the_gpu(dtype, head_dim, causal, capability):
     registers = min(255, 65536 // (config.threads * config.min_ctas))
     accumulators = config.tile_m * (config.tile_n + config.head_dim) // config.threads
     assert accumulators < registers
-    # And the shared memory: fewer would leave registers unused.
+    # As many CTAs must fit into the shared memory, or registers are left unused.
     found = ctas_per_sm(config.threads, registers, config.smem_bytes, capability)
     assert found.ctas >= config.min_ctas, found
 
@@ -70,7 +70,7 @@ def test_every_configuration_of_the_sm90_class_fits_the_gpu(dtype, head_dim, cau
         assert (config.arch, config.dtype, config.head_dim) == (90, dtype, head_dim)
         assert config.mask == ("causal" if causal else "none")
         assert config.smem_bytes <= MAX_SMEM_BYTES[9, 0]
-        # O, S and P as 16-bit words live at once in a thread of the MMA warps.
+        # A thread of the MMA warps holds O, S and, in 16 bits, P at the same time.
         registers = {(4, 4): 104, (4, 3): 136, (8, 1): 240, (12, 1): 160}[
             config.warps, config.min_ctas
         ]
@@ -124,7 +124,7 @@ def test_class_that_does_not_exist_is_refused(monkeypatch):
 
 @pytest.mark.parametrize("capability", MAX_SMEM_BYTES)
 def test_configurations_in_use_are_those_that_are_chosen(capability):
-    """What is built ahead is what a call then asks for."""
+    """The kernels that are built ahead are those that calls ask for."""
     lengths = sorted({2**i + extra for i in range(1, 15) for extra in (0, 1)} | {77, 197})
     for dtype, head_dim, causal in OF_HOPPER:
         problem = dataclasses.replace(PROBLEM, dtype=dtype, causal=causal, d=head_dim, b=64, h_k=8)
@@ -155,7 +155,7 @@ def test_softcap_alibi_and_dropout_are_kernels_of_their_own(capability, window):
 @pytest.mark.parametrize("option", ["alibi", "softcap", "dropout"])
 @pytest.mark.parametrize("causal", [False, True])
 def test_an_option_keeps_the_tile(arch, d, option, causal, monkeypatch):
-    """There tests/cuda/test_cuda_options.py compares results with and without it bit for bit."""
+    """tests/cuda/test_cuda_options.py compares results with and without an option bit for bit."""
     monkeypatch.setenv("FLASHCUTE_ARCH", arch)
     for dtype in DTYPES:
         plain = FwdProblem(dtype, causal, 2, 150, 170, 4, 2, d)
@@ -258,7 +258,7 @@ def test_shipped_configurations_have_names_of_their_own():
 
 
 def test_smaller_shared_memory_gets_a_tile_of_its_own():
-    """Two CTAs of the tile of 9.0 fit an SM neither of 8.0 nor of 8.6."""
+    """Two CTAs of the tile for 9.0 fit into an SM of neither 8.0 nor 8.6."""
     found = [heuristics.fwd_config("bf16", 256, True, cc) for cc in ((9, 0), (8, 0), (8, 6))]
     assert len(set(found)) == 3
     assert heuristics.fwd_config("bf16", 256, True, (8, 7)) == found[1]
@@ -267,8 +267,8 @@ def test_smaller_shared_memory_gets_a_tile_of_its_own():
 @pytest.mark.parametrize("capability", MAX_SMEM_BYTES)
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_forward_with_options_fits_every_gpu(head_dim, capability):
-    """With the CTAs per SM that its registers allow, over a cache and its pages, too."""
-    in_sm = MAX_SMEM_BYTES[capability] + 1024  # of which each CTA takes 1 KB more than it asks for
+    """The CTAs that min_ctas promises fit into an SM's shared memory, over cache pages, too."""
+    in_sm = MAX_SMEM_BYTES[capability] + 1024  # each CTA takes 1 KB more than it asks for
     flags = "softcap", "alibi", "dropout"
     for values in itertools.product((False, True), repeat=3):
         asked = dict(zip(flags, values, strict=True))
@@ -317,7 +317,7 @@ def test_backward_in_use_is_what_is_chosen(capability):
 @pytest.mark.parametrize("capability", MAX_SMEM_BYTES)
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_one_kernel_computes_all_gradients_where_it_fits(head_dim, capability, monkeypatch):
-    """In the sm80 class, whatever the options. Not if only some are wanted."""
+    """The sm80 class does so with any options, but not if only some gradients are wanted."""
     monkeypatch.setenv("FLASHCUTE_ARCH", "80")
     fits = head_dim <= 128 or MAX_SMEM_BYTES[capability] >= 163 * 1024
     for values in itertools.product((False, True), repeat=len(BWD_OPTIONS)):
@@ -332,7 +332,7 @@ def test_one_kernel_computes_all_gradients_where_it_fits(head_dim, capability, m
 @pytest.mark.parametrize("varlen", [False, True])
 @pytest.mark.parametrize("head_dim", [32, 64, 96, 128])
 def test_fused_tiles_with_several_options(head_dim, varlen):
-    """A ragged batch has the dense one's steps, and with them its bits."""
+    """A ragged batch has the steps of a dense one, so that its results have the same bits."""
     config = heuristics.fused_bwd_config("bf16", head_dim)
     steps = {
         names: heuristics.bwd_with_options(config, **dict.fromkeys(names, True), varlen=varlen)
@@ -350,7 +350,7 @@ def test_gradients_of_one_side_on_hopper_are_of_its_own_class():
 
 
 def of_sm80(problem, *, fused=True, capability=(9, 0)):
-    """The sm80 class's kernels from which those with score changes or dropout follow."""
+    """Returns the sm80 kernel of a problem, without the problem's score changes and dropout."""
     mask = "local" if problem.window else "causal" if problem.causal else "none"
     if not fused:
         return heuristics.bwd_config(problem.dtype, problem.d, mask)
@@ -378,8 +378,10 @@ def test_backward_with_options(window, varlen, capability):
 
 @pytest.mark.parametrize("capability", [(8, 0), (9, 0)])
 def test_backward_of_a_ragged_batch(capability):
-    """Of short sequences there would be more sums of dQ than rows; how the binding says that they
-    are short is in tests/host_binding.py."""
+    """Short sequences go to the sm80 class: in the sm90 class they have more sums of dQ than rows.
+
+    tests/host_binding.py tests how the binding says that sequences are short.
+    """
     for d, window in itertools.product((64, 96, 128), (None, (5, 9))):
         plain = dataclasses.replace(PROBLEM, d=d, causal=window is None, window=window)
         for length, other, alibi in (

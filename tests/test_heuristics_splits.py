@@ -1,4 +1,4 @@
-"""Tiles and splits of a problem over a cache."""
+"""Tiles and splits of a problem over a KV cache."""
 
 import dataclasses
 import itertools
@@ -38,7 +38,7 @@ def test_decoding_takes_one_consumer_and_packed_heads():
         assert (config.tile_m, config.mask) == (64, "none")
         assert config.paged == (page_size > 0)
         assert heuristics.packs_heads(problem, config)
-    for seqlen_q, h, h_k in ((17, 32, 8), (1, 128, 1)):  # with 4 heads each 68 rows
+    for seqlen_q, h, h_k in ((17, 32, 8), (1, 128, 1)):  # 68 rows with 4 heads, and 128 rows
         many = dataclasses.replace(DECODING, seqlen_q=seqlen_q, h=h, h_k=h_k)
         config = heuristics.choose_fwd(many, H200)
         assert config.tile_m == 128 and heuristics.packs_heads(many, config)
@@ -46,7 +46,7 @@ def test_decoding_takes_one_consumer_and_packed_heads():
 
 @pytest.mark.parametrize("d", [64, 128])
 def test_few_tiles_of_queries_are_planned_by_ctas(d):
-    """Up to four of each sequence, of as many queries, that one wave of CTAs computes soon."""
+    """CTAs plan up to four tiles a sequence, for equal numbers of queries, in one short wave."""
     sizes = {"b": 4, "seqlen_q": 128, "seqlen_k": 4096, "d": d}
     most = dataclasses.replace(DECODING, **sizes)
     config = heuristics.choose_fwd(most, H200)
@@ -60,7 +60,7 @@ def test_few_tiles_of_queries_are_planned_by_ctas(d):
 
 
 def test_pages_leave_the_producer_registers():
-    """Three consumers and the producer of pages exceed the register file."""
+    """Three consumer warpgroups and the producer of pages would exceed the register file."""
     for d, seqlen_q in itertools.product(heuristics.HEAD_DIMS, (1, 20, 4096)):
         problem = dataclasses.replace(DECODING, d=d, seqlen_q=seqlen_q, page_size=64)
         assert heuristics.choose_fwd(problem, H200).warps <= 8
@@ -68,7 +68,7 @@ def test_pages_leave_the_producer_registers():
 
 @pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 9)])
 def test_sm80_class_over_a_cache(capability):
-    """Tiles of 64 rows, as many CTAs as fit; the tiles of dense calls for more rows."""
+    """Few queries have tiles of 64 rows and as many CTAs as fit, more have those of dense calls."""
     for d, rows, page_size in itertools.product((64, 128), (1, 4, 128), (0, 16)):
         problem = dataclasses.replace(DECODING, d=d, seqlen_q=rows, h=8, page_size=page_size)
         config = heuristics.choose_fwd(problem, capability)
@@ -106,7 +106,7 @@ def test_sm90_class_has_the_other_calls(other):
 
 @pytest.mark.parametrize("num_splits", [-1, 1, 7])
 def test_a_number_of_parts_keeps_the_class_in_batches_of_all_sizes(num_splits):
-    """A sequence's result depends on no other one."""
+    """With a given number of parts a sequence's result does not depend on other sequences."""
     configs = {
         heuristics.choose_fwd(dataclasses.replace(LARGE, b=b, num_splits=num_splits), H200)
         for b in (1, 16, 1000)

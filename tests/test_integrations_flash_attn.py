@@ -1,5 +1,7 @@
-"""Code written for flash_attn runs on flashcute: small modules of the usual imports, and packages
-from PyPI where they are installed."""
+"""Code written for flash_attn runs on flashcute.
+
+Tests use small modules with the usual imports, and packages from PyPI where they are installed.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ ROOT = Path(flashcute.__file__).parents[1]
 
 @pytest.fixture(autouse=True)
 def clean(monkeypatch):
-    """Finders and modules as they were, after each test."""
+    """Restores finders and modules after each test."""
     monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
     monkeypatch.setattr(sys, "path", [*sys.path])
     before = dict(sys.modules)
@@ -95,7 +97,7 @@ def test_libraries_that_look_for_it_find_it(provided):
 
 def test_transformers_takes_it_for_flash_attn_2(provided, monkeypatch):
     utils = pytest.importorskip("transformers").utils.import_utils
-    # On a GPU; what was found before is remembered.
+    # transformers is told that it has a GPU, and has to forget what it found before.
     monkeypatch.setattr(utils, "is_torch_cuda_available", lambda: True)
     caches = utils.is_flash_attn_2_available, utils._package_distribution_mapping
     clear = [getattr(f, "cache_clear", None) or f.__wrapped__.cache_clear for f in caches]
@@ -135,7 +137,7 @@ def test_rotary_embeddings_have_their_older_name_too(provided):
 
 
 def install(folder, *, package=True, metadata=True):
-    """Another flash_attn on sys.path."""
+    """Puts another flash_attn on sys.path."""
     if package:
         (folder / "flash_attn").mkdir()
         (folder / "flash_attn" / "__init__.py").write_text("__version__ = '2.7.0'; other = True")
@@ -211,8 +213,8 @@ def test_raw_functions_are_forward_and_backward_without_autograd(provided):
 
 @pytest.mark.parametrize("ragged", [False, True])
 def test_raw_backward_of_some_keys_takes_whole_rows(provided, ragged):
-    """As ring attention calls it, one block of keys after the other: out and log-sum-exp are of the
-    rows with all of them."""
+    """Ring attention calls it for one block of keys after the other, with the output and the
+    log-sum-exp of all keys."""
     import flash_attn.flash_attn_interface as fa
 
     torch.manual_seed(0)
@@ -330,8 +332,10 @@ def installed(name):
 @installed("transformers")
 @pytest.mark.parametrize("family", ["Llama", "Mistral", "Gemma2", "Bert"])
 def test_transformers_flash_attention_2_runs(family):
-    """Padded on either side, packed, and with the gradients of eager attention; on the CPU, which
-    it is told is a device of flash_attn's."""
+    """Padded and packed batches have the results and gradients of eager attention.
+
+    The test runs on the CPU, which transformers is told is a device of flash_attn.
+    """
     run(f"""
         import os
 
@@ -410,7 +414,8 @@ def test_yunchang_kernels_run():
 @installed("yunchang")
 @pytest.mark.parametrize("kind", ["ring", "zigzag_ring", "stripe"])
 def test_yunchang_rings_of_two_processes(kind, tmp_path):
-    """bfloat16: of float32 yunchang adds up gradients in the buffer that it has the next in."""
+    """The tensors are bfloat16: with float32 yunchang adds up gradients in a buffer that it also
+    uses for the next ones."""
     run(f"""
         import torch
         import torch.distributed as dist

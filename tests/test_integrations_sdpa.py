@@ -1,8 +1,8 @@
 """PyTorch's attention functions on flashcute's kernels.
 
-Without a GPU the same kernels are registered for CPU tensors: the operators of PyTorch's
-FlashAttention backend have no CPU kernel of their own, so what runs there is ours, below PyTorch's
-autograd, meta and tracing of them.
+Tests register the same kernels for CPU tensors, so that they need no GPU: the operators of
+PyTorch's FlashAttention backend have no CPU kernel. Calls then run our kernels below PyTorch's
+autograd, meta and tracing of these operators.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from flashcute.integrations import raw, sdpa
 
 ROOT = pathlib.Path(flashcute.__file__).parents[1]
 OPERATORS = [name for name in sdpa._KERNELS if hasattr(torch.ops.aten, name)]
-# torch 2.11 takes grouped heads without being asked.
+# varlen_attn of torch 2.11 takes grouped heads without the argument enable_gqa.
 VARLEN = inspect.signature(varlen_attn).parameters
 GROUPED = {"enable_gqa": True} if "enable_gqa" in VARLEN else {}
 attend = torch.ops.aten._scaled_dot_product_flash_attention
@@ -51,7 +51,7 @@ def dispatch_tables():
 
 @pytest.fixture
 def on_cpu():
-    """Our kernels, for CPU tensors."""
+    """Registers our kernels for CPU tensors."""
     before = dispatch_tables()
     handle = sdpa._Handle("CPU")
     yield handle
@@ -61,8 +61,10 @@ def on_cpu():
 
 @pytest.fixture(params=["in Python", "by the binding"])
 def both_ways(request, on_cpu):
-    """SDPA by the kernels in Python alone, and with the binding's above them, which hand them what
-    is not on CUDA."""
+    """Runs SDPA by the kernels in Python alone, and with the binding's kernels above them.
+
+    The binding's kernels hand tensors that are not on CUDA to those in Python.
+    """
     if request.param == "by the binding":
         with warnings.catch_warnings():
             warnings.simplefilter("error")
@@ -202,7 +204,7 @@ def test_varlen_attn_runs_on_ours(on_cpu, window, h_k):
         *(x[None, last] for x in (q, k, v)), softmax_scale=0.25, window_size=window
     )
     torch.testing.assert_close(out[last], alone[0], rtol=1e-5, atol=1e-5)
-    if "seqused_k" not in VARLEN:  # of torch 2.11
+    if "seqused_k" not in VARLEN:  # torch 2.11
         return
     used = torch.tensor([2, 0, 4], dtype=torch.int32)
     short = varlen_attn(q, k, v, cu, cu, 11, 11, seqused_k=used, **GROUPED)
@@ -250,7 +252,7 @@ def test_the_backward_of_dropout_is_pytorchs_and_that_of_varlen_is_not(own):
         with pytest.warns(UserWarning) as said:
             out = attend(q, k, v, 0.5)[0]
             grads = torch.autograd.grad(out.sum(), (q, k, v))
-        assert len(said) == 1  # of the forward and the backward together
+        assert len(said) == 1  # forward and backward warn once
         assert [name for name, *_ in own.calls] == OPERATORS[:2]
         assert all((grad == 7.0).all() for grad in grads)
 
@@ -289,7 +291,7 @@ def test_pages_and_arguments_of_a_later_torch_fall_through(own):
 
 
 def test_without_a_kernel_of_pytorch_the_reason_is_the_error(both_ways):
-    # Through the binding every error is a RuntimeError, of which NotImplementedError is one.
+    # The binding turns every error into a RuntimeError; NotImplementedError is a subclass of it.
     with pytest.raises(RuntimeError, match=r"PyTorch has no kernel.*no dropout"):
         attend(*inputs(), 0.5)
 
@@ -331,14 +333,14 @@ def test_a_binding_that_cannot_be_built_leaves_the_kernel_in_python(order, monke
 def test_enable_and_disable_change_the_cuda_kernels_and_restore_them():
     before = dispatch_tables()
     assert not sdpa.is_enabled()
-    flashcute.disable()  # of what is not enabled
+    flashcute.disable()  # does nothing, as it is not enabled
     flashcute.enable()
     flashcute.enable()
     assert sdpa.is_enabled() and attention.current_flash_attention_impl() == "flashcute"
     during = dispatch_tables()
     changed = [a != b for a, b in zip(before, during, strict=True)]
     assert all(changed[: len(OPERATORS)])
-    # Of the other backends those that this torch has; math needs no CUDA.
+    # Only those other backends change that this torch has. The math backend needs no CUDA.
     keys = {name: f"{functionality}CUDA" for name, (functionality, *_) in sdpa._OTHERS.items()}
     here = [sdpa._own_kernel(name, key) is not None for name, key in keys.items()]
     assert changed[len(OPERATORS) :] == here and here[-1]
@@ -419,7 +421,7 @@ def test_an_old_torch_is_refused_by_name(monkeypatch, name):
     expected = rf"expected torch 2\.11 or later, got torch 2\.10\.1, which has no {name}"
     with pytest.raises(RuntimeError, match=expected):
         flashcute.enable()
-    flashcute.disable()  # nothing is there to be undone
+    flashcute.disable()  # there is nothing to undo
 
 
 @pytest.mark.parametrize("version", ["2.16.0", "2.16.0.dev20270101+cu132", "3.0.0a0+git1"])
@@ -451,7 +453,7 @@ def test_a_torch_for_rocm_is_refused(monkeypatch):
 
 @pytest.fixture
 def order(monkeypatch):
-    """torch as on a GPU for which it prefers cuDNN: it sets the order when it first chooses."""
+    """Makes torch prefer cuDNN, as on some GPUs: it sets the order when it first chooses."""
     before = torch._C._get_sdp_priority_order()
     late = []
     preferred = [CUDNN, *(x for x in before if x != CUDNN)]
@@ -487,8 +489,10 @@ def test_an_order_that_was_set_since_stays(order):
 
 
 def by_pieces(dout, q, k, v, out, lse, causal, scale):
-    """``raw.backward`` of rows that see keys elsewhere, too: on the CPU the operator computes the
-    forward again, from the keys that it is given."""
+    """Replaces ``raw.backward`` for rows that also see keys of other ranks.
+
+    On the CPU the operator would compute the forward again from the keys that it is given.
+    """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     whole = Piece(slice(0, q.shape[1]), slice(0, k.shape[1]), causal, (-1, -1))
     found = backward_on_cpu(whole, dout, q, k, v, out, lse, None, scale)
@@ -496,7 +500,7 @@ def by_pieces(dout, q, k, v, out, lse, causal, scale):
 
 
 def context_parallel_calls(rank, world):
-    """(method, causal, key heads, calls of forward and backward, largest error) of each case."""
+    """Returns (method, causal, key heads, forwards, backwards, largest error) of each case."""
     counts = []
     forward = raw.forward
     raw.forward = lambda *args: counts.append("forward") or forward(*args)
@@ -506,7 +510,7 @@ def context_parallel_calls(rank, world):
     def scaled_dot_product_attention(q, k, v, is_causal):
         return attend(q, k, v, 0.0, is_causal)[0]
 
-    # PyTorch's function takes another operator for CPU tensors.
+    # PyTorch's function calls another operator for CPU tensors.
     F.scaled_dot_product_attention = scaled_dot_product_attention
     mesh = dist.device_mesh.init_device_mesh("cpu", (world,))
     found = []
@@ -527,7 +531,7 @@ def context_parallel_calls(rank, world):
             mesh, buffers=buffers, buffer_seq_dims=[2] * len(buffers)
         ):
             *split, dout = (x.clone() for x in buffers[:4])
-            if causal:  # its order is ours
+            if causal:  # PyTorch's order is our zigzag order
                 assert torch.equal(split[0], fd.zigzag_split(qkv[0], rank, world, dim=2))
             split = [x.requires_grad_() for x in split]
             out = F.scaled_dot_product_attention(*split, is_causal=causal)

@@ -1,5 +1,7 @@
-"""What PyTorch gives to other backends of SDPA while flashcute is enabled: the reason, said once,
-and the same results and gradients."""
+"""Calls that PyTorch gives to other backends of SDPA while flashcute is enabled.
+
+A warning says the reason once, and results and gradients stay the same.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ from flashcute.integrations import sdpa
 
 
 def inputs():
-    """q, k and v, (b, h, s, d), which want gradients."""
+    """Returns q, k and v, (b, h, s, d), which require gradients."""
     generator = torch.Generator().manual_seed(0)
     return tuple(
         torch.randn((2, 4, 16, 32), generator=generator).requires_grad_() for _ in range(3)
@@ -33,7 +35,10 @@ BACKENDS = {
 
 @pytest.fixture
 def other_backends():
-    """Calls of stand-ins for the backends that CPU tensors do not have; PyTorch's own math."""
+    """Registers stand-ins for the backends that CPU tensors lack; returns a list of their calls.
+
+    The math backend stays PyTorch's own.
+    """
     calls = []
     library = torch.library.Library("aten", "IMPL")
 
@@ -113,7 +118,7 @@ def test_nothing_is_said_of_a_backend_that_was_chosen(other_backends, backend, c
         with warnings.catch_warnings(), attention.sdpa_kernel(**choice):
             warnings.simplefilter("error")
             getattr(torch.ops.aten, backend)(*args)
-        # Nor is it taken for said.
+        # A later call for which the backend was not chosen must still warn.
         flash_too = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
         with attention.sdpa_kernel(flash_too), pytest.warns(UserWarning, match=r"torch\.float32"):
             getattr(torch.ops.aten, backend)(*args)
@@ -122,7 +127,7 @@ def test_nothing_is_said_of_a_backend_that_was_chosen(other_backends, backend, c
 
 
 def test_varlen_attn_on_cudnn_is_said_once(other_backends):
-    """As of torch 2.15, which does not look at the order of backends there."""
+    """torch 2.15 calls cuDNN for varlen_attn without a look at the order of backends."""
     q = torch.randn(20, 4, 32).bfloat16()
     ends = torch.tensor([0, 8, 20], dtype=torch.int32)
 
@@ -134,7 +139,7 @@ def test_varlen_attn_on_cudnn_is_said_once(other_backends):
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            attend(cu=None)  # as SDPA's backend calls it, which has warned
+            attend(cu=None)  # SDPA's backend calls it so, and has warned itself
             with attention.sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
                 attend()
         with pytest.warns(UserWarning) as said:
@@ -203,11 +208,11 @@ USES = {
 @pytest.mark.filterwarnings("ignore:flashcute.enable", "ignore::DeprecationWarning")
 @pytest.mark.parametrize("use", USES)
 def test_the_math_backend_does_what_it_did(use):
-    """Its operator is made of others, so that a kernel of its own may be in their way."""
+    """The math operator is composed of others, so a kernel for it may hinder tracers of these."""
     tensors = *inputs(), torch.randn(16, 16)
     before = USES[use](*tensors)
     torch.compiler.reset()
-    # As of a program that enables first and compiles then.
+    # Clears the cache, as in a program that enables flashcute before it compiles.
     getattr(torch.ops.aten, MATH_OPERATOR).default._dispatch_cache.clear()
     handle = sdpa._Handle("CPU")
     try:
@@ -222,7 +227,7 @@ def test_the_math_backend_does_what_it_did(use):
 @pytest.mark.filterwarnings("error:flashcute.enable", "ignore::DeprecationWarning")
 @pytest.mark.parametrize("use", USES)
 def test_a_kernel_that_another_library_has_of_the_math_backend_stays(use):
-    """Where a dispatch mode is on, as under export, two kernels in Python would call each other."""
+    """Under a dispatch mode, as in export, two kernels in Python would call each other."""
     calls = []
     own = torch.library.get_kernel(f"aten::{MATH_OPERATOR}", "AutogradCPU")
 

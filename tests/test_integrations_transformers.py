@@ -43,7 +43,7 @@ def test_a_missing_transformers_is_named():
 
 
 def pair(model_class, config_class, **changes):
-    """The same randomly initialised model twice: under flashcute and under eager attention."""
+    """Returns the same randomly initialised model under flashcute and under eager attention."""
     models = []
     for implementation in (NAME, "eager"):
         torch.manual_seed(0)
@@ -128,7 +128,8 @@ def test_encoder_with_padding_is_exact_on_cpu():
     mask[2, 2:] = 0
     out = [m(input_ids=ids, attention_mask=mask).last_hidden_state for m in (ours, theirs)]
     assert_same(*out, rows=mask.bool())
-    # The padding mattered: dropping it, as transformers does without a mask function, would show.
+    # The mask makes a difference, so the test notices if it is dropped, as transformers does
+    # without a mask function.
     unmasked = ours(input_ids=ids).last_hidden_state
     assert not torch.allclose(unmasked[2, :2], out[0][2, :2], atol=1e-3)
 
@@ -161,7 +162,7 @@ def test_tokens_after_a_cache_need_no_mask(monkeypatch, new):
     ids = tokens(2, 12)
     whole = theirs(input_ids=ids).last_hidden_state
     cache = ours(input_ids=ids[:, : 12 - new], use_cache=True).past_key_values
-    monkeypatch.delattr(integration, "attend")  # what a mask would go to
+    monkeypatch.delattr(integration, "attend")  # calls with a mask would use it
     out = ours(input_ids=ids[:, 12 - new :], past_key_values=cache).last_hidden_state
     assert_same(out, whole[:, 12 - new :])
 
@@ -294,7 +295,7 @@ def test_the_last_query_of_a_packed_sequence_stands_beside_its_last_key():
 
 
 def keywords_of_attention_calls() -> dict[str, str]:
-    """What the models of the installed transformers pass to attention by name, and one of them."""
+    """Returns the keywords that transformers' models pass to attention, each with such a model."""
     found = {}
     for path in sorted(Path(transformers.__file__).parent.glob("models/*/modeling_*.py")):
         text = path.read_text(encoding="utf-8")
@@ -309,11 +310,11 @@ def keywords_of_attention_calls() -> dict[str, str]:
 
 
 def test_every_argument_of_transformers_models_is_used_or_refused():
-    """A new name here is computed by eager attention alone, until it is known to change nothing."""
+    """An unknown argument goes to eager attention, until it is known to change nothing."""
     passed = keywords_of_attention_calls()
     assert {"scaling", "dropout", "sliding_window"} <= passed.keys()
     used = set(inspect.signature(integration.attention_forward).parameters)
-    # The mask function finds packed sequences in the positions.
+    # position_ids are not used here: the mask function finds packed sequences in them.
     unknown = passed.keys() - used - integration._REFUSED.keys() - {"position_ids"}
     assert not unknown, {name: passed[name] for name in unknown}
 
@@ -337,7 +338,7 @@ def test_modernberts_deterministic_gradients_are_asked_of_the_kernels(monkeypatc
 @pytest.mark.parametrize("options", [{}, {"softcap": 5.0}])
 @pytest.mark.parametrize("masked", [False, True])
 def test_autocast_casts_for_every_path(masked, options):
-    """In the graph of a compiled call, too; autocast's own attention takes float64 as it is."""
+    """Compiled calls cast in their graph, too. Autocast's own attention leaves float64 alone."""
     torch._dynamo.reset()
     q, k = (torch.randn(1, 2, 9, 16) for _ in range(2))
     v = torch.randn(1, 2, 9, 16, dtype=torch.bfloat16)
@@ -393,7 +394,7 @@ def test_masked_dropout_draws_a_new_mask_each_time():
 
 
 def test_masked_dropout_is_that_without_a_mask():
-    """The same weights, divided by the same number."""
+    """Both drop the same weights and divide the others by the same number."""
     q = torch.randn(2, 3, 20, 16)
     results = []
     for mask in (None, torch.ones(2, 1, 20, 20, dtype=torch.bool)):

@@ -1,5 +1,7 @@
-"""Tiny random models of many families under flashcute and under eager attention: outputs and
-gradients, padded, packed and cached; nothing of it under a dense mask."""
+"""Tiny random models of many families have the outputs and gradients of eager attention.
+
+Batches are padded, packed and cached, and no call uses a dense mask.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,7 @@ FAMILIES = {
 
 
 def pair(family, **changes):
-    """The same model under flashcute and under eager attention, both training."""
+    """Returns the same model under flashcute and under eager attention, both in training mode."""
     models = []
     for implementation in (NAME, "eager"):
         torch.manual_seed(0)
@@ -71,18 +73,20 @@ def tokens(batch, length):
 
 @pytest.fixture
 def only_kernels(monkeypatch):
-    """Nothing may go to the dense mask's path."""
+    """Makes calls with a dense mask fail."""
     monkeypatch.delattr(integration, "attend")
 
 
 def weighted(out):
-    """A loss of normalised hidden states that is not the same whatever the parameters are, as their
-    mean square is."""
+    """Returns a loss of normalised hidden states that depends on the parameters.
+
+    The mean square of such states does not.
+    """
     return (out * torch.linspace(-1, 1, out.numel()).view_as(out)).sum()
 
 
 def assert_same(models, rows, **inputs):
-    """The same hidden states in ``rows`` and the same gradients of a function of them."""
+    """Checks that both models have the same hidden states in ``rows`` and the same gradients."""
     ours, theirs = (model(**inputs).last_hidden_state[rows] for model in models)
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=2e-5)
     for model, out in zip(models, (ours, theirs), strict=True):
@@ -117,7 +121,7 @@ def test_a_text_within_one_chunk_runs_on_the_kernels(only_kernels):
     models = pair("Llama4Text")
     ids = tokens(2, 12)
     assert_same(models, slice(None), input_ids=ids)
-    # As generate() passes it.
+    # generate() passes such a mask.
     assert_same(models, slice(None), input_ids=ids, attention_mask=torch.ones_like(ids))
 
 
@@ -134,7 +138,7 @@ def test_padding_is_not_attended_to(only_kernels):
 
 
 def test_layers_whose_inputs_are_moved_keep_their_masks(only_kernels):
-    """As the hooks of a model over several GPUs move them."""
+    """The hooks of a model over several GPUs move inputs in this way."""
     models = pair("Llama")
 
     def moved(module, args, kwargs):
@@ -221,7 +225,7 @@ def test_models_that_would_take_our_masks_for_their_own_are_refused(family, comp
     theirs(input_ids=ids)
     if compiled:
         ours = torch.compile(ours, backend="eager")
-    # Bloom's tokens would see those after them, without a word.
+    # Without the error Bloom's tokens would see later tokens, with no warning.
     expected = f"takes attention from transformers' AttentionInterface, got {family}Model"
     with pytest.raises(Exception, match=expected):
         ours(input_ids=ids)
@@ -231,7 +235,10 @@ LENGTHS = 5, 1, 6
 
 
 def packed():
-    """Sequences in one row. transformers looks for them where there is no cache."""
+    """Returns inputs with several sequences in a row, and options.
+
+    transformers looks for packed sequences only where there is no cache.
+    """
     positions = torch.cat([torch.arange(n) for n in LENGTHS])[None]
     inputs = {"input_ids": tokens(1, sum(LENGTHS)), "position_ids": positions}
     return inputs, {"use_cache": False}
@@ -260,7 +267,7 @@ def test_packed_sequences_may_be_given_by_their_ends(only_kernels, family):
 
 
 def generated(family, implementation, ids, mask, **options):
-    """Ten tokens after each row, by a model of random weights."""
+    """Returns each row with ten further tokens by a model with random weights."""
     torch.manual_seed(0)
     config = getattr(transformers, f"{family}Config")
     config = config(**FAMILIES[family], attn_implementation=implementation)
@@ -288,7 +295,7 @@ def test_generation_with_a_cache_needs_no_dense_mask(only_kernels, family, paddi
 
 @pytest.mark.parametrize("family", ["Llama", "Mistral"])
 def test_generation_compiles_a_token_after_a_static_cache(only_kernels, family):
-    """As on a GPU, in one graph, without a trace for each token."""
+    """As on a GPU, a token compiles into one graph, which is not traced again for each token."""
     ids = tokens(2, 6)
     mask = torch.ones_like(ids)
     mask[0, :3] = 0
@@ -334,7 +341,7 @@ def test_checkpointed_training_with_padding(only_kernels, reentrant):
 @pytest.mark.parametrize("unsupported", ["error", "fallback"])
 @pytest.mark.parametrize("family", ["Bert", "Llama", "Mistral", "Qwen3", "Gemma3Text", "GptOss"])
 def test_autocast_of_float32_weights(monkeypatch, family, unsupported, use_cache):
-    """Rotary embedding leaves queries and keys in float32, with values in bfloat16."""
+    """Rotary embedding leaves queries and keys in float32, while values are bfloat16."""
     integration.register("cute_attn_cast", unsupported=unsupported)
     models = pair(family)
     models[0].set_attn_implementation("cute_attn_cast")
@@ -390,8 +397,11 @@ def test_compiled_layers_run_on_the_kernels(only_kernels, checkpointed, padded):
 def test_a_compiled_forward_cannot_tell_its_own_positions_from_packed_ones(
     monkeypatch, use_cache, positions
 ):
-    """A limit: transformers looks for packed sequences where there is no cache, which traced code
-    cannot read; register() names it."""
+    """This is a limit that register() names.
+
+    transformers looks for packed sequences in the positions where there is no cache, and traced
+    code cannot read them.
+    """
     torch.compiler.reset()
     models = pair("Llama")
     attend, dense = integration.attend, []

@@ -1,5 +1,4 @@
-"""Plans of transformers' masks against the dense masks themselves, and what a mask does that is
-touched."""
+"""Plans of transformers' masks against the dense masks, and masks that other code uses."""
 
 from __future__ import annotations
 
@@ -150,7 +149,7 @@ def test_gradients_of_padded_rows(name, padding, sizes):
 
 
 class Dispatched(TorchDispatchMode):
-    """The names of torch's operators that run."""
+    """Records the names of torch's operators that run."""
 
     def __init__(self):
         super().__init__()
@@ -176,7 +175,7 @@ def test_a_padding_mask_is_read_once_and_no_kernel_looks_at_it(monkeypatch, name
             2, q_length, kv_length, offset, mask_function=FUNCTIONS[name], attention_mask=kept
         )
     assert type(mask) is KernelMask and len(reads) == 1
-    # Views, and the one byte of the mask that is returned.
+    # Only views run, and the allocation of the returned mask's single byte.
     views = {"detach", "expand", "alias", "unbind", "slice", "lift_fresh"}
     assert set(ran.names) <= views | {"empty"} and len(ran.names) <= 10
 
@@ -256,7 +255,7 @@ def test_patterns_are_read_from_transformers_functions():
     )
     assert recognise(function) == Pattern(causal=True, window=(2, -1), packed=packed)
     assert recognise(FUNCTIONS["both sides"]) == Pattern(window=(2, 2))
-    # Chunks begin at positions, which the caller of packed sequences may begin where he likes.
+    # Chunks depend on positions, and positions of packed sequences may start at any number.
     function = masking_utils.packed_sequence_compatibility_function(
         FUNCTIONS["one chunk"], positions, packed
     )
@@ -308,7 +307,7 @@ def test_a_compiled_layer_takes_the_masks_of_an_eager_model():
 
 
 def token_after_a_static_cache(name, padding, offset):
-    """Arguments of attention_mask for one token, of which 9 keys are the cache."""
+    """Returns the arguments of attention_mask for one token and a static cache of 9 keys."""
     mask = None if PADDING[padding] is None else torch.tensor(PADDING[padding]).bool()
     return {
         "batch_size": 2, "q_length": 1, "kv_length": 9, "q_offset": torch.tensor(offset),
@@ -325,7 +324,7 @@ def test_a_token_after_a_static_cache_has_its_first_and_last_key(name, padding, 
     found = integration.attention_mask(**given)
     visible = dense[:, 0, 0].int()  # (batch, keys)
     holes = ((visible.diff(dim=1) == 1).sum(1) + visible[:, 0]).max() > 1
-    assert type(found) is torch.Tensor  # generate() compiles what takes it
+    assert type(found) is torch.Tensor  # generate() compiles its user
     if holes:
         assert torch.equal(found, dense)
         return
@@ -390,7 +389,7 @@ def test_a_fallback_takes_first_and_last_keys_too(monkeypatch, softcap):
 
 
 def test_a_mask_that_a_model_joins_with_others_is_dense():
-    # Of a token after a cache that grows, from a model that asks for a mask in any case.
+    # The model asks for a mask in any case, here for a token after a cache that grows.
     mask = integration.attention_mask(2, 1, 9, 8, allow_is_causal_skip=False)
     assert mask.dtype == torch.bool and mask.shape == (2, 1, 1, 9) and mask.all()
 
@@ -409,7 +408,7 @@ def test_a_mask_may_be_moved_to_another_device(padding):
         assert same is mask
     moved = mask.to("meta", torch.bool, non_blocking=True)
     assert type(moved) is KernelMask and moved.shape == mask.shape and moved.is_meta
-    assert mask.contiguous() is mask  # as generate() asks for where the cache is static
+    assert mask.contiguous() is mask  # generate() calls this with a static cache
     before, after = (
         [*x.plan.lengths[:2], *x.plan.used, x.plan.query_rows, x.plan.key_rows]
         for x in (mask, moved)

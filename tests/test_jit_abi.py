@@ -34,7 +34,7 @@ STRUCTS = {
 
 
 def cpp_layout(folder) -> list[str]:
-    """What g++ says of the structs: sizes, then each field's name, offset and size."""
+    """Returns the structs' sizes, and each field's name, offset and size, as g++ has them."""
     lines = ['printf("abi %d\\n", flash::kAbiVersion);']
     for name, mirror in STRUCTS.items():
         lines.append(f'printf("{name} %zu\\n", sizeof(flash::{name}));')
@@ -47,7 +47,7 @@ def cpp_layout(folder) -> list[str]:
 
 
 def run_cpp(folder, body: str) -> list[str]:
-    """The lines that a program with flash.h prints."""
+    """Compiles and runs a program with flash.h; returns the lines that it prints."""
     source = folder / "program.cpp"
     source.write_text(
         '#include "flash.h"\n#include <cstddef>\n#include <cstdio>\nint main() {\n' + body + "\n}\n"
@@ -78,7 +78,7 @@ for (int b = 0; b < 4; ++b)
 
 
 def test_statistics_of_every_row_have_room(tmp_path):
-    """Of rows of no sequence, too: tiles of those behind the last one read what is there."""
+    """Rows of no sequence have room, too, as the tiles behind the last sequence read it."""
     for line in run_cpp(tmp_path, _WRONG_ROOM):
         total, b, room = map(int, line.split())
         assert row_stats_rows(total, b) == room
@@ -94,7 +94,7 @@ def test_mirror_has_the_layout_of_flash_h(tmp_path):
     assert cpp_layout(tmp_path) == expected
 
 
-# tests/test_jit_launch.py compares every field.
+# tests/test_jit_launch.py compares every field of the parameters.
 def test_dimensions_of_size_1_have_no_stride():
     q = torch.empty(8).as_strided((1, 1, 1, 8), (3, 5, 7, 1))
     k = torch.empty(64).as_strided((1, 2, 1, 8), (3, 16, 7, 1))

@@ -1,4 +1,4 @@
-"""Hazards of a shared cache, each provoked for real, on a C++ file that builds fast."""
+"""Hazards of a shared cache, each of which really happens here, on a C++ file that builds fast."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_killed_builder_blocks_nobody(tmp, monkeypatch):
         monkeypatch.delenv("TEST_SLEEP")
         result = make(tmp)
     finally:
-        os.killpg(killed.pid, signal.SIGKILL)  # the compiler that outlived its parent
+        os.killpg(killed.pid, signal.SIGKILL)  # the compiler outlived its parent
         killed.communicate()
     assert answer(result.artefact.path) == 42
     assert runs(tmp) == 2
@@ -168,7 +168,7 @@ def test_key_depends_on(tmp, monkeypatch, change):
 
 
 def test_no_path_of_the_machine_is_in_the_result(tmp):
-    """As prebuilt shared objects travel; two builds of the same sources are the same."""
+    """Prebuilt shared objects are used on other machines. Two builds of a source are equal."""
     header = tmp / "include" / "answer.h"
     header.write_text("inline const char *here() { return __FILE__; }\nconstexpr int kAnswer = 42;")
     source = """#include "answer.h"
@@ -212,19 +212,20 @@ def test_a_header_of_many_units_is_precompiled(tmp, no_headers):
     assert [answer(r.artefact.path) for r in results] == [42 + i for i in range(6)]
     assert [read_precompiled(r) for r in results] == [False] * 4 + [True] * 2
     assert runs(tmp) == 7
-    # What was compiled is the same either way, and so is its key.
+    # With and without a precompiled header the result and its cache key are the same.
     (built,) = (tmp / "cache").glob("first-host-*.so")
     last = results[-1].artefact
     content = last.path.read_bytes()
     last.path.unlink()
-    built.unlink()  # as another process may: the text is compiled again
+    built.unlink()  # another process may do so; the header's text is then compiled again
     again = build.build(including_unit(5, header), compiler)
     assert not read_precompiled(again)
     assert (again.artefact.path, again.artefact.path.read_bytes()) == (last.path, content)
 
 
 def test_every_file_of_an_overriding_folder_is_in_the_key(tmp):
-    """Headers of other libraries may include it, which no search of the unit's own ones finds."""
+    """Headers of other libraries may include such a file, which a search of the unit's own headers
+    does not find."""
     folder, compiler = tmp / "overriding", counting_compiler(tmp)
     folder.mkdir()
     header = dataclasses.replace(header_unit(), overriding_dirs=(folder,))
@@ -345,7 +346,7 @@ def test_one_run_of_ninja_publishes_each_unit_as_it_ends(tmp, monkeypatch):
         ("environment", 2, 4, 4),
         ("environment", 2, 2, 5),
         ("argument", 1, 4, 1),
-        ("argument", 2, 4, 5),  # of one command, whose compilers one run keeps busy
+        ("argument", 2, 4, 5),  # one command may keep all its compilers busy
         ("memory", 1, 4, 1),
         ("memory", 2, 4, 5),  # other processes would take the same memory
     ],
@@ -375,7 +376,7 @@ def test_few_jobs_leave_the_units_that_wait_to_other_processes(
         jobs if by == "argument" else None,
         lambda _: seen.append(sum(map(held, units))),
     )
-    # Those built are released, the others not taken yet.
+    # Locks of built units are released, and those of later units are not taken yet.
     rounds = [min(most, 5 - begin) for begin in range(0, 5, most)]
     assert seen == [held for taken in rounds for held in reversed(range(taken))]
 
@@ -388,7 +389,7 @@ def test_an_interrupted_run_ends_its_compilers_and_leaves_nothing(tmp, monkeypat
     with pytest.raises(KeyboardInterrupt):
         build.build_many([numbered_unit(i) for i in range(3)], counting_compiler(tmp), 1, interrupt)
     time.sleep(1.5)
-    assert runs(tmp) <= 2  # the second may have been started before the first was reported
+    assert runs(tmp) <= 2  # the second may start before the first is reported
     assert len(list((tmp / "cache").glob("*.so"))) == 1
     assert not list((tmp / "cache").glob("tmp-*"))
 
@@ -484,7 +485,7 @@ def test_jobs(monkeypatch):
 
 
 def test_files_that_were_read_do_not_count_as_used_memory(monkeypatch, tmp_path):
-    """As in a control group after weights have been loaded."""
+    """A control group counts the file cache as used, for example after weights have been loaded."""
     monkeypatch.setattr(build, "_CONTROL_GROUP", tmp_path)
     for name, text in {
         "max": f"{2 << 20}\n",
@@ -514,6 +515,6 @@ def test_nvcc_builds_through_the_same_path(tmp):
     made = build.build(unit, compiler).artefact
     assert answer(made.path) == 42
     assert str(tmp).encode() not in made.path.read_bytes()
-    assert b"bin/.." not in made.path.read_bytes()  # as nvcc names its own libraries
+    assert b"bin/.." not in made.path.read_bytes()  # nvcc names its own libraries so
     assert made.meta["registers"] > 0
     assert made.meta["spill_bytes"] == 0

@@ -1,4 +1,4 @@
-"""The cache's folder, its locks and its entries, on a file system that can do less than ours."""
+"""The cache's folder, its locks and its entries, also on file systems that lack some features."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def tmp(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("code", [errno.ENOSYS, errno.ENOLCK])
 def test_a_file_system_without_locks_is_refused(tmp, monkeypatch, code):
-    """Lustre mounted without flock, NFS 3 without a lock daemon: nobody may wait there."""
+    """Lustre without flock and NFS 3 without a lock daemon have no locks to wait for."""
 
     def flock(file, operation):
         raise OSError(code, os.strerror(code))
@@ -45,7 +45,7 @@ def test_a_lock_is_one_holders_and_outlives_no_release(tmp):
     first, second = (cache.Lock(tmp / "cache", "entry") for _ in range(2))
     assert first.acquire() and not second.acquire()
     child = os.fork()
-    if child == 0:  # has the lock's file open for as long as it lives
+    if child == 0:  # the child keeps the lock's file open
         time.sleep(60)
         os._exit(0)
     try:
@@ -99,7 +99,8 @@ def test_folder_of_another_user_is_refused(tmp):
 
 @pytest.fixture
 def read_only_cache(tmp):
-    """A cache with the unit built, that the child of :func:`run_unprivileged` cannot write to."""
+    """Returns a cache with the built unit, which the child of :func:`run_unprivileged` can only
+    read."""
     folder = Path(tempfile.mkdtemp())
     (folder / "locks").mkdir()
     made = make(tmp).artefact
@@ -115,7 +116,7 @@ def read_only_cache(tmp):
 
 
 def run_unprivileged(code: str, folder: Path) -> subprocess.CompletedProcess:
-    """Runs ``code`` with ``unit`` and ``compiler`` at hand, after their sources have been read."""
+    """Runs ``code`` in a process with ``unit`` and ``compiler``, whose sources have been read."""
     head = """
 import os
 from pathlib import Path
@@ -139,7 +140,7 @@ unit.key(compiler)
     )
 
 
-# Root ignores permissions.
+# Root ignores permissions, so the process gives up root.
 _DROP_ROOT = "os.geteuid() == 0 and os.setuid(NOBODY)\n"
 
 

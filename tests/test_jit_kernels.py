@@ -1,4 +1,4 @@
-"""Finding, building and checking kernels. The GPU is not needed: nothing is launched."""
+"""Finding, building and checking kernels. No kernel is launched, so no GPU is needed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from flashcute.jit.abi import FlashBwdParams, FlashFwdParams, FlashKernel
 CONFIG = heuristics.fwd_config("fp16", 32, False, (8, 0))
 BACKWARD = heuristics.bwd_config("fp16", 32)
 
-# A kernel's shared object as far as the loader sees it, compiled with g++; {..} is what it claims.
+# A stand-in for a kernel's shared object that satisfies the loader, compiled with g++. The {..} are
+# what it claims of itself.
 _FAKE = """\
 #include "flash.h"
 extern "C" const flash::{kernel_type} *{entry_point}() {{
@@ -35,7 +36,7 @@ extern "C" const flash::{kernel_type} *{entry_point}() {{
 
 @pytest.fixture(autouse=True)
 def empty(tmp_path, monkeypatch):
-    """No prebuilt kernels, an empty cache, nothing loaded."""
+    """Makes tests start without prebuilt or loaded kernels and with an empty cache."""
     monkeypatch.setattr(sources, "prebuilt_dir", lambda: tmp_path / "prebuilt")
     monkeypatch.setattr(kernels, "_loaded", {})
     monkeypatch.setenv("FLASHCUTE_CACHE_DIR", str(tmp_path / "cache"))
@@ -75,7 +76,7 @@ def fake_kernel(config=CONFIG, **claims) -> cache.Artefact:
 
 
 def place_prebuilt(target: str, config=CONFIG) -> cache.Artefact:
-    """A fake kernel as the package's prebuilt one for ``target``, with a fitting record."""
+    """Places a fake kernel as the package's prebuilt one for ``target``, with a fitting record."""
     made = fake_kernel(config)
     unit = kernels.kernel_unit(config, target)
     record = {**made.meta, "source_key": unit.source_key()}
@@ -110,7 +111,7 @@ def test_missing_backward_says_a_way_out(monkeypatch):
         BuildError, match=r"NO_BUILD=1; unset it, or run .*--pass bwd --head-dim 32"
     ):
         get_kernel(BACKWARD, "80")
-    # The command has no choice of windows.
+    # The command cannot build kernels with a window, so the message does not name it.
     with pytest.raises(BuildError, match=r"while FLASHCUTE_NO_BUILD=1; unset it$"):
         get_kernel(dataclasses.replace(BACKWARD, mask="local"), "80")
 
@@ -189,7 +190,7 @@ def test_prebuilt_needs_no_compiler_and_loads_once(no_nvcc):
 
 @pytest.fixture
 def loading(monkeypatch):
-    """A thread that is in the middle of building another kernel."""
+    """Starts a thread that is building another kernel until the test ends; returns its config."""
     started, go_on = threading.Event(), threading.Event()
     other = heuristics.fwd_config("bf16", 32, False, (8, 0))
     find_or_build = kernels._find_or_build
@@ -226,7 +227,7 @@ def test_a_prebuilt_kernel_does_not_wait_for_another_kernels_build(no_nvcc, load
 def test_a_fork_during_a_load_leaves_the_child_free_to_load(no_nvcc, loading):
     placed = place_prebuilt("80", loading)
     child = os.fork()
-    if child == 0:  # nothing of pytest's may run here
+    if child == 0:  # the child must not run pytest's code
         signal.alarm(30)
         os._exit(0 if get_kernel(loading, "80").path == placed.path else 1)
     assert os.waitpid(child, 0)[1] == 0
@@ -264,7 +265,7 @@ def of_no_compiler(name: str):
 
 
 def test_a_kernel_in_the_cache_needs_no_compiler(monkeypatch, tmp_path):
-    """Built after `module load cuda`, used without it, or copied into an image without nvcc."""
+    """It may be built after `module load cuda` and used without, or in an image without nvcc."""
     unit = kernels.kernel_unit(CONFIG, "80")
     made = fake_kernel()
     meta = {**made.meta, "source_key": unit.source_key(), "key": "1" * 64}
@@ -275,8 +276,8 @@ def test_a_kernel_in_the_cache_needs_no_compiler(monkeypatch, tmp_path):
     assert kernels.find_built(CONFIG, "80")[0] == "cache"
     assert get_kernel(CONFIG, "80").path == copied.path
     assert kernels.find_built(CONFIG, "86")[0] == "not built"
-    # Intact and of these sources, or it does not count.
-    copied.path.unlink()  # it is mapped, and cut short would end this process by SIGBUS
+    # A cached kernel counts only if it is intact and was built from these sources.
+    copied.path.unlink()  # the file is mapped: truncating it would end this process by SIGBUS
     copied.path.write_bytes(b"damaged")
     assert kernels.find_built(CONFIG, "80")[0] == "not built"
     cache.copy(made, tmp_path / "cache", copied.path.stem)
@@ -350,7 +351,7 @@ def test_missing_cutlass_names_the_script(monkeypatch, tmp_path):
 
 
 def test_a_real_kernel_builds_loads_and_is_found_again(monkeypatch):
-    """In the user's cache, so that only the first run on changed sources takes its 20 seconds."""
+    """The test uses the user's cache, so only the first run on changed sources takes 20 seconds."""
     monkeypatch.delenv("FLASHCUTE_CACHE_DIR")
     try:
         (result,) = kernels.build_kernels([(CONFIG, "80")])

@@ -1,4 +1,4 @@
-"""What a call prepared by hand gives the kernel. That it computes, the GPU tests show."""
+"""The parameters that a call prepared by hand gives the kernel; GPU tests check its results."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from flashcute.jit.toolchain import BuildError
 
 
 def fake(path, version):
-    """An executable that only knows its version."""
+    """Makes an executable that only prints its version."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(f"#!/bin/sh\necho '{version}'\n")
     path.chmod(0o755)
@@ -24,7 +24,7 @@ def touch(folder, *names):
 
 
 def wheels(site, name, version="wheels"):
-    """What the PyPI wheels of nvcc and its parts leave in the folder that they share."""
+    """Makes the shared folder that the PyPI wheels of nvcc and its parts leave."""
     root = site / "nvidia" / name
     touch(root / "include", *HEADERS, "crt/host_config.h", "cccl/cuda/std/utility")
     fake(root / "nvvm" / "bin" / "cicc", "")
@@ -33,7 +33,7 @@ def wheels(site, name, version="wheels"):
 
 @pytest.fixture
 def bare(tmp_path, monkeypatch):
-    """A machine with g++ on PATH and no CUDA."""
+    """Makes the machine one with g++ on PATH and no CUDA."""
     for name in ("CUDA_HOME", "CXX"):
         monkeypatch.delenv(name, raising=False)
     fake(tmp_path / "path" / "g++", "g++ 12")
@@ -93,7 +93,7 @@ def test_other_host_compilers_are_taken(bare, version):
 
 
 def test_a_release_that_knows_no_cxx20_is_passed_over(bare):
-    """Ubuntu 22.04's own nvcc is on PATH, a newer one in the PyPI wheels."""
+    """Ubuntu 22.04's own nvcc is on PATH, and a newer one is in the PyPI wheels."""
     old = fake(bare / "cuda" / "bin" / "nvcc", "Cuda compilation tools, release 11.5, V11.5.119")
     (bare / "path" / "nvcc").symlink_to(old)
     with pytest.raises(BuildError, match=r"/cuda \(release 11\.5, before 12\.0\)"):

@@ -1,4 +1,4 @@
-"""The lengths that the binding's table goes by, in C++ and in Python."""
+"""The lengths that the binding's kernel table uses as keys are the same in C++ and in Python."""
 
 from __future__ import annotations
 

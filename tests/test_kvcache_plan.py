@@ -1,4 +1,4 @@
-"""One plan for the calls of a step. What it launches, test_ops_kvcache and the GPU tests show."""
+"""One plan for all calls of a step; test_ops_kvcache and the GPU tests check its launches."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from flashcute import KVCachePlan, flash_attn_with_kvcache, kvcache_plan, ops_kv
 
 
 def tensors(page_size: int | None, layer: int = 0) -> tuple[tuple, dict]:
-    """q, k_cache and v_cache of a layer, and where the sequences are in each of them."""
+    """Returns q, k_cache and v_cache of a layer, and the places of sequences in its caches."""
     given = make() if page_size is None else in_pages(make(), page_size)
     given |= {n: given[n].nan_to_num() for n in ("k_cache", "v_cache")}
     places = {n: given[n] for n in ("cache_seqlens", "block_table") if n in given}
@@ -34,7 +34,7 @@ def test_layers_and_steps_are_calls_of_the_function(page_size: int | None) -> No
 
 
 def appending(page_size: int | None, layer: int = 0) -> tuple[tuple, dict]:
-    """q, k_cache, v_cache, k and v of a layer, and the plan's options."""
+    """Returns q, k_cache, v_cache, k and v of a layer, and the plan's options."""
     given = make(2) if page_size is None else in_pages(make(2), page_size)
     given |= {n: given[n].nan_to_num() for n in ("k_cache", "v_cache")}
     places = {n: given[n] for n in ("cache_seqlens", "block_table") if n in given}
@@ -90,7 +90,7 @@ def test_a_plan_that_appends_is_not_one_that_reads() -> None:
     plan = KVCachePlan(**options)
     with pytest.raises(ValueError, match="expected k and v with rotary_cos"):
         plan(*given[:3])
-    plan(*given)  # a call that failed was none
+    plan(*given)  # the failed call does not count
     before = given[1].clone()
     for other, name, got in (
         (given[:3], "k", "a NoneType"),
@@ -146,7 +146,7 @@ def test_a_copy_has_no_plan_of_the_binding() -> None:
 
 
 def test_every_capture_lays_out_its_tiles(monkeypatch) -> None:
-    """A capture has not run: its other layers take the tiles of its first one, and nobody else."""
+    """A captured layout of tiles has not run, so only later layers of the same capture use it."""
     given, places = tensors(None)
     plan = KVCachePlan(**places)
     plan._number = 7

@@ -1,4 +1,4 @@
-"""The ladder of examples/ladder: every rung right in the simulator, compiled for a GPU, as told."""
+"""Every rung of examples/ladder is right in the simulator, compiles, and does what it claims."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def make_qkv(seqlen_q, seqlen_k, d, dtype, seed=0):
 
 @pytest.fixture(scope="module")
 def built():
-    """The rungs for the simulator, compiled side by side."""
+    """Compiles the rungs for the simulator, in parallel."""
     sim.build_runners(["none"])
     return simulate.build_kernels(
         [(kernel, "none") for rung in RUNGS for kernel in kernels_of(rung)]
@@ -48,7 +48,10 @@ def test_find():
 
 
 def kernels_of(rung):
-    """Its kernels that this run covers: with all values, and with every pair of two of them."""
+    """Returns the kernels of a rung that this run covers: without ``--all`` half of them.
+
+    These have all values of each argument and every pair of values of two arguments.
+    """
     return launch.variants(rung) if tiers.everything else launch.half(launch.variants(rung)[0])
 
 
@@ -68,14 +71,14 @@ def test_right_in_the_simulator(built, kernel):
 
 @pytest.fixture(scope="module")
 def checked():
-    """The kernels of :func:`masks_of` with both checkers, compiled side by side."""
+    """Compiles the kernels of :func:`masks_of` with both checkers, in parallel."""
     sim.build_runners(CHECKERS)
     variants = [launch.Variant(rung, "fp16", 64, mask) for rung in RUNGS for mask in masks_of(rung)]
     return simulate.build_kernels([(v, checker) for v in variants for checker in CHECKERS])
 
 
 def masks_of(rung):
-    """Whether with a causal mask: every other rung, or each with and without."""
+    """Returns the values of ``causal`` to test: without ``--all`` one, which alternates by rung."""
     return (False, True) if tiers.everything else (rung.number % 2 == 0,)
 
 
@@ -98,30 +101,34 @@ def test_what_a_rung_claims_shows_in_the_counters(built):
     }
     blocks = 2 * 2 * 128 // 64
     assert seen[4]["blocks"] == 4 * seen[5]["blocks"] == 4 * blocks
-    # Rung 6: barriers of the block only around K and V, two for each 64 keys, and one at the end.
+    # Rung 6 has barriers of the block only around K and V, two for each 64 keys, and a last one.
     assert seen[6]["block_barriers"] == blocks * (2 * 256 // 64 + 1) < seen[5]["block_barriers"]
-    # Rung 8: seven wavefronts too many for each 8 x 8 matrix, then none.
+    # Rung 8 has no bank conflicts. Rung 7 has seven wavefronts too many for each 8 x 8 matrix.
     assert seen[7]["ldmatrix_conflicts"] == 7 * 4 * seen[7]["ldmatrix"]
     assert seen[8]["ldmatrix"] == seen[7]["ldmatrix"] and seen[8]["ldmatrix_conflicts"] == 0
-    # Rung 9: Q's 8 fragments once per warp instead of once per block of keys.
+    # Rung 9 loads Q's 8 fragments once per warp instead of once per block of keys.
     once = blocks * 4 * 8
     assert seen[8]["ldmatrix"] - seen[9]["ldmatrix"] == once * (256 // 64 - 1)
-    # Rung 10: all of Q, K and V by cp.async.
+    # Rung 10 loads all of Q, K and V by cp.async.
     assert seen[9]["cp_async_bytes"] == 0
     assert seen[10]["cp_async_bytes"] == blocks * (64 + 2 * 256) * 128 * 2
-    # Rung 11: as many instructions of each kind as rung 10.
+    # Rung 11 has as many instructions of each kind as rung 10.
     for counter in ("mma", "ldmatrix", "cp_async_bytes", "block_barriers"):
         assert seen[11][counter] == seen[10][counter], counter
     assert seen[11]["ldmatrix_conflicts"] == seen[12]["ldmatrix_conflicts"] == 0
-    # Rung 12: 64 for 48 keys and 32 rows, Q's 16 among them, where rung 11 has 64 for 64 and 16.
+    # Rung 12 has 64 ldmatrix for 48 keys and 32 rows, 16 of them for Q. Rung 11 has 64 for 64 keys
+    # and 16 rows.
     assert seen[12]["ldmatrix"] == blocks // 2 * 4 * 64 * -(-256 // 48)
     assert len({seen[n]["mma"] for n in range(4, 12)}) == 1
 
 
 @pytest.fixture(scope="module")
 def compiled():
-    """All kernels for an H100/H200, compiled side by side, or of each rung the machine code of one
-    that needs many registers: d = 128, with a causal mask."""
+    """Compiles kernels for an H100/H200, in parallel.
+
+    With ``--all`` these are all kernels; without, each rung's machine code with d = 128 and a
+    causal mask, which needs many registers.
+    """
     try:
         toolchain.find_nvcc()
     except jit.BuildError as error:
@@ -162,7 +169,8 @@ def test_counters_are_read_from_what_ncu_prints():
 
 
 def result_file():
-    """What `python -m examples.ladder` writes, each rung 2 x the one before, the first too slow."""
+    """Returns a file of `python -m examples.ladder` in which each rung is twice as fast as the one
+    before, and the first one is too slow for the longest sequence."""
     names = [rung.name for rung in RUNGS]
     rows = []
     for seqlen, known in ((512, names), (2048, names), (4096, names[1:])):

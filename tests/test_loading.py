@@ -1,4 +1,4 @@
-"""Which tensors the kernels read in place, and what copies of the others hold."""
+"""Tensors that the kernels can read in place, and copies of those that they cannot."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_only_tensors_off_the_16_byte_grid_are_copied() -> None:
     gap = torch.randn(2, 9, 4, 68)[..., :64]
     copy = loadable(gap)
     assert copy.is_contiguous() and torch.equal(copy, gap)
-    # An empty tensor counts as contiguous whatever its strides, but the binding sees them.
+    # An empty tensor counts as contiguous whatever its strides are, but the binding checks them.
     empty = loadable(torch.empty(2, 0, 4, 68)[..., :64])
     assert all(stride % 8 == 0 for stride in empty.stride()[:3])
 
@@ -62,7 +62,7 @@ def test_padded(shape) -> None:
 
 
 def test_packed_tokens() -> None:
-    """As a batch of one."""
+    """Packed tokens are treated as a batch of one."""
     qkv = torch.randn(9, 3, 4, 64)
     assert all(loading.loadable("f", "q", x) is x for x in qkv.unbind(1))
     gap = torch.randn(9, 4, 68)[..., :64]

@@ -1,4 +1,4 @@
-"""The command line. Builds are those of one small kernel, kept in the user's cache."""
+"""The command line. Its builds are of one small kernel, which stays in the user's cache."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def no_gpu(monkeypatch):
 
 
 def run(*arguments, **options):
-    """The command in a process of its own."""
+    """Runs the command in a process of its own."""
     command = [sys.executable, "-m", "flashcute", *map(str, arguments)]
     options = {"stdout": subprocess.PIPE, **options}
     return subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False, **options)
@@ -100,7 +100,7 @@ def test_selection_is_the_product_of_the_choices():
 
 
 def _backwards_of_hopper():
-    """Those of the sm80 class are for other GPUs."""
+    """Returns the backward kernels that ship for Hopper; those of the sm80 class do not."""
     return heuristics.shipped_bwd_configs(90)
 
 
@@ -114,7 +114,7 @@ def test_all_is_what_ships_with_the_tiles_of_the_target():
 
 
 def test_class_asked_for_is_the_class_built(monkeypatch):
-    """The comparison of the classes needs the older one's kernels built for the newer GPU."""
+    """A comparison of the classes needs kernels of the sm80 class that are built for Hopper."""
     args = cli._parser().parse_args(["build", "--all"])
     monkeypatch.setenv("FLASHCUTE_ARCH", "80")
     forward, backward = heuristics.shipped_configs(80), heuristics.shipped_bwd_configs(80)
@@ -144,7 +144,7 @@ def test_a_mask_is_a_choice_of_kernels_without_options():
 def test_message_of_a_missing_kernel_is_a_command_that_builds_it(config):
     args = cli._parser().parse_args(["build", *kernels.build_arguments(config, "80").split()])
     chosen = cli._choose_configs(args, *args.target)
-    # Of a backward that of one kernel, too.
+    # For a backward it also builds the one with a single kernel for all gradients.
     assert config in chosen and len(chosen) == (1 if config.kind == "fwd" else 2)
     assert {(c.kind, c.head_dim, c.dtype, c.mask) for c in chosen} == {
         (config.kind, config.head_dim, config.dtype, config.mask)
@@ -161,7 +161,7 @@ def test_build_places_kernels_that_are_found_as_prebuilt(tmp_path, monkeypatch, 
     assert placed.is_file()
     assert json.loads(placed.with_suffix(".json").read_text())["spill_bytes"] == 0
     assert CONFIG.full_name in capsys.readouterr().out
-    # They travel in wheels: no path of this machine is in them.
+    # Wheels contain these files, so they must not have any path of this machine.
     for path in (placed, tmp_path / "out" / "host" / "flash_api.so"):
         for folder in (ROOT, cache.cache_dir(), Path(torch.__file__).parent):
             assert str(folder).encode() not in path.read_bytes()
@@ -225,7 +225,7 @@ def test_info_is_short_unless_asked_and_ends_with_its_summary(tmp_path, monkeypa
 
 
 def gpus(monkeypatch, *capabilities):
-    """What torch says of a machine; an error in place of a capability is raised."""
+    """Makes torch report GPUs of these capabilities; an error in place of one is raised."""
 
     def capability(device):
         if isinstance(capabilities[device], Exception):
@@ -238,7 +238,7 @@ def gpus(monkeypatch, *capabilities):
 
 
 def test_a_gpu_without_kernels_is_left_out(monkeypatch, capsys):
-    """A display card beside the GPU that computes."""
+    """The machine has a display card beside the GPU that computes."""
     gpus(monkeypatch, (7, 5), (9, 0), (9, 0))
     assert cli._choose_targets(cli._parser().parse_args(["build"])) == ["90"]
     assert "no kernels for sm_75, left out" in capsys.readouterr().err
@@ -261,7 +261,7 @@ def test_info_describes_a_driver_too_old_for_torch(monkeypatch, capsys, error):
 
 
 def test_info_runs_without_torch_and_a_build_names_it(tmp_path):
-    """As in a checkout of which nothing is installed."""
+    """The process is that of a checkout without installed dependencies."""
     for name in ("torch", "ninja", "tqdm"):
         text = f"raise ModuleNotFoundError('no {name}', name='{name}')\n"
         (tmp_path / f"{name}.py").write_text(text)
@@ -275,7 +275,7 @@ def test_info_runs_without_torch_and_a_build_names_it(tmp_path):
 
 
 def test_no_package_is_advised_by_the_name_of_a_module(monkeypatch, capsys):
-    # On an index, the name of a module may be anyone's package.
+    # On a package index anyone may own the package that has a module's name.
     def fail(args):
         raise ModuleNotFoundError("no", name="dateutil.tz")
 
@@ -415,7 +415,7 @@ def is_running(pid: int) -> bool:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (FileNotFoundError, ProcessLookupError):
         return False
-    return state != "Z"  # which has ended, and nobody has asked for its status yet
+    return state != "Z"  # a zombie has ended, and its parent has not waited for it yet
 
 
 def test_a_terminated_build_ends_its_compilers(tmp_path):
@@ -473,12 +473,12 @@ def test_a_folder_that_refuses_results_is_said_before_the_work(tmp_path, monkeyp
 
 
 STEM = "flash_fwd_x-sm_80-" + "0" * 32
-MINE = f"dataset-{'2' * 32}.json"  # as many programs name a file by an MD5
+MINE = f"dataset-{'2' * 32}.json"  # many programs have such names, with an MD5
 
 
 @pytest.fixture
 def filled_cache(tmp_path, monkeypatch):
-    """An entry, half an entry, what a killed build left, and what is not ours."""
+    """Fills a cache with an entry, half an entry, remains of a killed build and foreign files."""
     folder = tmp_path / "cache"
     (folder / "locks").mkdir(parents=True)
     folder.chmod(0o700)

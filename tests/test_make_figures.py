@@ -1,4 +1,4 @@
-"""The pictures: what is committed is what the script draws, and their text fits."""
+"""The committed pictures are those that the script draws, and their text fits."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def objdump(monkeypatch, *texts):
-    """objdump prints these, one for each file."""
+    """Makes objdump print these texts, one for each file."""
     printed = iter(texts)
     monkeypatch.setattr(
         manylinux.subprocess,
@@ -54,7 +54,7 @@ def test_what_cannot_be_told_stays(monkeypatch, tmp_path):
 
 @pytest.fixture
 def build_wheel(monkeypatch):
-    """setup.py's command, without running it."""
+    """Returns a function that makes setup.py's command, and does not run it."""
     monkeypatch.setattr(setuptools, "setup", lambda **options: None)
     defined = runpy.run_path(str(ROOT / "setup.py"))
 

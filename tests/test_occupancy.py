@@ -1,4 +1,4 @@
-"""Against NVIDIA's own calculator, the header cuda_occupancy.h of the toolkit, run on the host."""
+"""Occupancy against NVIDIA's own calculator, cuda_occupancy.h of the toolkit, run on the host."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ def _random(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 
 def _layouts() -> dict[str, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """q, k, v in every kind of memory layout that the operator takes."""
+    """Returns q, k, v in every kind of memory layout that the operator takes."""
     k, v = _random(2, 11, 2, 16), _random(2, 11, 2, 16) + 1
     qkv = _random(2, 9, 3, 4, 16)
     return {
@@ -94,7 +94,7 @@ def test_fake_promises_what_the_cpu_implementation_returns(layout: str) -> None:
         fake = ops.fwd(*(mode.from_tensor(a) if isinstance(a, torch.Tensor) else a for a in args))
     for r, f in zip(real, fake, strict=True):
         assert (r.shape, r.dtype, r.device) == (f.shape, f.dtype, f.device)
-        # torch itself gives strides that are never used differently to fake tensors.
+        # Strides that are never used may differ, as torch itself gives fake tensors other ones.
         used = [dim for dim in range(r.dim()) if r.shape[dim] > 1 and r.numel() > 0]
         assert [r.stride(dim) for dim in used] == [f.stride(dim) for dim in used]
         assert r.storage_offset() == f.storage_offset() == 0
@@ -131,7 +131,7 @@ class _Projected(torch.nn.Module):
 @pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated:FutureWarning")  # torch's own use
 @pytest.mark.parametrize("decomposed", [False, True])
 def test_an_exported_module_trains(decomposed: bool) -> None:
-    # Exported without gradients, then trained: the weights' gradients must not be lost.
+    # The module is exported without gradients, then trained. The weights must still get gradients.
     for device, dtype in (("cpu", torch.float32), ("meta", torch.float16)):
         x = torch.ones(2, 9, 4, 64, device=device, dtype=dtype)
         with torch.no_grad():
@@ -291,7 +291,7 @@ def test_a_fork_during_a_load_leaves_the_child_free_to_load() -> None:
     _run_python(script, ROOT)
 
 
-# In place of the binding: asks the resolver once more when the interpreter has ended.
+# Replaces the binding, and asks the resolver once more when the interpreter has ended.
 _LATE_BINDING = """\
 #include <cstdlib>
 using Resolver = int (*)(const void *, void *, char *, int);
@@ -327,7 +327,7 @@ def test_nothing_calls_the_resolver_when_the_interpreter_has_ended() -> None:
 
 
 class _Problem:
-    """A problem as the binding would hand it to the resolver."""
+    """A problem as the binding hands it to the resolver."""
 
     def __init__(self, error_size: int) -> None:
         self.problem = ops._Problem(0, 1, 1, 2, 3, 4, 8, 2, 64)  # causal
@@ -353,7 +353,7 @@ def test_resolver_mirrors_the_bindings_structs(struct: str, end: str) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class _Gpu:
-    """Of torch's device properties what the resolver asks for."""
+    """The device properties of torch that the resolver reads."""
 
     major: int
     minor: int
@@ -374,7 +374,8 @@ def test_resolver_asks_heuristics_and_the_jit(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(jit, "get_kernel", get_kernel)
     problem = _Problem(256)
     assert problem.resolve() == 0
-    # Three positions of four heads each: a tile for each of the two key heads and not for eight.
+    # Packed, three positions of four heads each need a tile for each of the two key heads, instead
+    # of one for each of the eight query heads.
     assert (problem.choice.kernel, problem.choice.pack_heads) == (4096, 1)
     assert asked["target"] == "90"
     config = asked["config"]
@@ -406,7 +407,7 @@ def test_resolver_never_writes_past_the_message_buffer(
     monkeypatch.setattr(ops, "_choose", fail)
     problem = _Problem(error_size)
     assert problem.resolve() != 0
-    text = problem.error.value.decode()  # valid UTF-8, cut between characters
+    text = problem.error.value.decode()  # the text is cut between UTF-8 characters
     assert "ValueError: \N{GREEK SMALL LETTER ALPHA}".startswith(text[:13])
     assert error_size - 3 < len(problem.error.value) + 1 <= error_size
 
@@ -471,7 +472,8 @@ def test_exceptions_of_other_threads_are_not_mixed_up(monkeypatch: pytest.Monkey
 
 
 def test_cuda_operator_rejects_what_is_not_cuda() -> None:
-    # The CUDA kernel of the operator, reached through its key, as a mixed call would reach it.
+    # The call reaches the operator's CUDA kernel through its dispatch key, as one with tensors on
+    # several devices would.
     op = ops.load()
     q, k, v = (t.half() for t in LAYOUTS["contiguous"])
     keys = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
@@ -526,7 +528,7 @@ needs_nm = pytest.mark.skipif(shutil.which("nm") is None, reason="needs nm of bi
 
 @needs_nm
 def test_binding_needs_only_torchs_c_shims() -> None:
-    # One binary for every torch and every Python: no C++ of torch, nothing of Python, no CUDA.
+    # One binary serves every torch and Python, so it uses no C++ of torch, no Python and no CUDA.
     names = [line.split()[-1].split("@")[0] for line in _symbols("--undefined-only")]
     assert len(names) > 20
     allowed = re.compile(r"aoti_torch_|torch_|_ZNK?[RO]?S|_ZS|_Z[TVnd]|__|_ITM|_Unwind|[a-z_]+$")
@@ -548,7 +550,8 @@ def test_binding_exports_only_its_entries() -> None:
 
 
 def test_package_can_be_relocated(tmp_path: pathlib.Path) -> None:
-    # Another name, another folder, one level down: imports are relative, the namespace a constant.
+    # The copy has another name in another folder, one level down. This works as imports are
+    # relative and the namespace is a constant.
     package = tmp_path / "vendored"
     ignore = shutil.ignore_patterns("__pycache__", "prebuilt", "instantiations")
     shutil.copytree(ROOT / "flashcute", package / "attention", ignore=ignore)

@@ -1,4 +1,4 @@
-"""The operator with everything optional: schema, fake, CPU implementation and gradient."""
+"""The operator with all options: schema, fake, CPU implementation and gradient."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ FROZEN_SCHEMAS = (
     " float dropout_p=0.) -> (Tensor out, Tensor softmax_lse)",
 )
 STATE = torch.tensor([5, 7])
-# What follows the scale; tensors by their shapes.
+# The operator's arguments after the scale; shapes stand for tensors.
 OPTIONS = (
     (False, -1, -1, None),
     (True, -1, -1, (4,)),
@@ -44,7 +44,7 @@ options = pytest.mark.parametrize("options", OPTIONS, ids=str)
 
 
 def _inputs(options: tuple) -> tuple[tuple[torch.Tensor, ...], tuple]:
-    """q, k, v, and the options with tensors."""
+    """Returns q, k, v, and the options with tensors in place of shapes."""
     generator = torch.Generator().manual_seed(0)
     shapes = (2, 9, 4, 16), (2, 11, 2, 16), (2, 11, 2, 16)
     qkv = tuple(torch.randn(shape, generator=generator) for shape in shapes)
@@ -150,7 +150,7 @@ def test_wrong_options_are_refused(change, error, pattern) -> None:
 
 
 def _of_q(name: str, device: str):
-    """An operator as a function of q alone, and a q."""
+    """Returns an operator as a function of q alone, and a q."""
     ops.load()
     op = getattr(getattr(torch.ops, ops.NAMESPACE), name)
     dtype = torch.float64 if device == "cpu" else torch.half

@@ -1,4 +1,4 @@
-"""The operator of the gradients: schema, fake, CPU implementation, checks; a backward is chosen."""
+"""The operator of the gradients: schema, fake, CPU implementation, checks, choice of a kernel."""
 
 from __future__ import annotations
 
@@ -147,7 +147,8 @@ def test_wrong_arguments_are_refused(change, error, pattern) -> None:
 
 
 def test_cuda_operator_rejects_what_is_not_cuda() -> None:
-    # The CUDA kernel of the operator, reached through its key, as a mixed call would reach it.
+    # The call reaches the operator's CUDA kernel through its dispatch key, as one with tensors on
+    # several devices would.
     keys = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
     given = _arguments()
     with pytest.raises(RuntimeError, match=r"^flashcute::bwd: expected q of dtype float16"):
@@ -174,7 +175,7 @@ def test_resolver_chooses_a_backward(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
     monkeypatch.setattr(jit, "get_kernel", get_kernel)
     for backward in (1, 2):  # the second asks for gradients of one side alone
-        # Causal, few rows, four heads each.
+        # The problem is causal, with few rows and four query heads a key head.
         problem = ops._Problem(0, 1, 1, 2, 3, 4, 8, 2, 64, backward=backward)
         choice = ops._choose(problem)
         expected = heuristics.sm90_bwd_config("bf16", 64, "causal")

@@ -1,4 +1,4 @@
-"""The operator of the gradients of ragged batches, and the function that autograd knows."""
+"""The operator of the gradients of ragged batches, and the autograd function that calls it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _op():
 
 
 def _options(**change) -> dict:
-    """Of the reference, of three sequences of 4 heads."""
+    """Returns options of the reference for three sequences with 4 heads."""
     generator = torch.Generator().manual_seed(1)
     slopes = torch.rand(3, 4, generator=generator)
     return {"softmax_scale": 0.25, "causal": True, "softcap": 1.5, "alibi_slopes": slopes} | change
@@ -63,7 +63,7 @@ def _reference(leaves: dict[str, torch.Tensor], dropout_p: float = 0.0, **option
 
 
 def _arguments(**change) -> dict:
-    """Of the operator; rows of no sequence have gradients, too."""
+    """Returns arguments of the operator, in which rows of no sequence have a dout, too."""
     leaves = {name: x.detach() for name, x in _leaves().items()}
     options = _options()
     out, lse = _reference(leaves, **options)
@@ -142,7 +142,8 @@ def test_wrong_arguments_are_refused(change, error, pattern) -> None:
 
 
 def test_cuda_operator_rejects_what_is_not_cuda() -> None:
-    # The CUDA kernel of the operator, reached through its key, as a mixed call would reach it.
+    # The call reaches the operator's CUDA kernel through its dispatch key, as one with tensors on
+    # several devices would.
     keys = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
     given = _arguments()
     with pytest.raises(RuntimeError, match=r"^flashcute::bwd_varlen: expected q of dtype float16"):
@@ -153,7 +154,7 @@ def test_cuda_operator_rejects_what_is_not_cuda() -> None:
 @pytest.mark.parametrize("dropout_p", [0.0, 0.25])
 @pytest.mark.parametrize("of", ["out", "lse", "both"])
 def test_gradients(of: str, dropout_p: float, eager: bool) -> None:
-    """Of the function that autograd knows of on CUDA, on CPU tensors."""
+    """The autograd function of CUDA tensors has these gradients, here with CPU tensors."""
     attend = autograd.attend_varlen_eagerly if eager else autograd.attend_varlen
     leaves = _leaves()
     q, k, v, sinks = leaves.values()
@@ -220,8 +221,10 @@ def _meta(*shape: int, dtype: torch.dtype = torch.half, learns: bool = True) -> 
 
 @pytest.mark.parametrize("d", [16, 20])
 def test_the_way_of_cuda_tensors_has_a_gradient(d: int) -> None:
-    """Of any head dimension, with all options. Meta tensors: the function itself has a shorter way
-    for them."""
+    """The path of CUDA tensors has gradients for any head dimension, with all options.
+
+    The tensors are meta tensors, for which the public function itself has a shorter path.
+    """
     q, k, v, sinks = _meta(8, 4, d), _meta(8, 2, d), _meta(8, 2, d), _meta(4)
     cu = _meta(4, dtype=torch.int64, learns=False)
     slopes = _meta(3, 4, dtype=torch.float32, learns=False)

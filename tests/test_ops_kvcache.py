@@ -1,4 +1,4 @@
-"""The operators of a cache: schemas, what they change, tracers, fakes, and no gradients."""
+"""The operators over a KV cache: schemas, mutated arguments, tracers, fakes, and no gradients."""
 
 from __future__ import annotations
 
@@ -47,7 +47,8 @@ def op(n_new: int):
 
 
 def arguments(n_new: int, page_size: int | None = 4, dtype=torch.float32, **change) -> dict:
-    """Of one of the operators."""
+    """Returns arguments of the operator that reads a cache, or with ``n_new`` of the one that
+    appends."""
     given = make(n_new, dtype=dtype)
     if page_size:
         given = in_pages(given, page_size)
@@ -113,7 +114,7 @@ def test_autograd_notices_what_was_changed(n_new: int) -> None:
     ):
         given = arguments(n_new)
         factor = torch.ones((), requires_grad=True)
-        product = given["k_cache"] * factor  # saves the cache
+        product = given["k_cache"] * factor  # autograd saves the cache
         call(given)
         if not n_new:
             product.sum().backward()
@@ -123,7 +124,7 @@ def test_autograd_notices_what_was_changed(n_new: int) -> None:
 
 
 def step(q, k_cache, v_cache, k, v, cache_seqlens, block_table):
-    """A layer of a decoder: what follows the call reads what it wrote."""
+    """Computes a layer of a decoder, whose last operations read what the call wrote."""
     out, lse = flash_attn_with_kvcache(
         *(q * 2, k_cache, v_cache, k, v),
         cache_seqlens=cache_seqlens,
@@ -161,7 +162,7 @@ def test_compiled_appends() -> None:
     torch._dynamo.reset()
     compiled = torch.compile(step, backend="aot_eager", fullgraph=True, dynamic=True)
     with torch.no_grad():
-        # No size equals another, which the graph would take for the same number.
+        # No two sizes are equal, as the graph would take equal sizes for one symbol.
         assert_same_steps(compiled, inputs(7, page_size=3))
         with torch._dynamo.config.patch(error_on_recompile=True):
             for n, grow in ((7, 1), (6, 0), (3, 1)):
@@ -246,7 +247,7 @@ def test_fake_and_meta_tensors(n_new: int, device: str) -> None:
         shapes = {n: x.to("meta") for n, x in real.items()}
         before = shapes["k_cache"]._version
         got = flash_attn_with_kvcache(**shapes, return_softmax_lse=True)
-        # Nothing was written to, but autograd is told as of tensors of any device.
+        # Meta tensors have no memory to write, but their version counts as on any device.
         assert shapes["k_cache"]._version - before == (1 if n_new else 0)
     else:
         with FakeTensorMode() as mode:
@@ -255,7 +256,7 @@ def test_fake_and_meta_tensors(n_new: int, device: str) -> None:
             at = flash_attn_with_kvcache(**shapes | {"cache_seqlens": 3})
         assert at.shape == got[0].shape
     for g, e in zip(got, expected, strict=True):
-        # The kernels' log-sum-exp has the strides of (h, b, seqlen_q).
+        # The kernels' log-sum-exp has the strides of a tensor (h, b, seqlen_q).
         by_kernels = device == "meta" and e.dim() == 3
         like = e.transpose(0, 1).contiguous().transpose(0, 1) if by_kernels else e
         assert (g.shape, g.dtype, g.stride()) == (like.shape, like.dtype, like.stride())
@@ -305,7 +306,7 @@ def test_transforms_and_tangents_are_refused() -> None:
 
     pattern = r"^flash_attn_with_kvcache: expected no gradient through a cache, .*got .*; call it"
     inside = r"^flash_attn_with_kvcache: expected no transform of torch.func \(vmap, .*; stack what"
-    with pytest.raises(NotImplementedError, match=inside):  # which no torch.no_grad() helps
+    with pytest.raises(NotImplementedError, match=inside):  # torch.no_grad() would not help
         torch.vmap(attend)(given["q"][None])
     for transform in (
         lambda: torch.func.grad(lambda q: attend(q).sum())(given["q"]),
@@ -364,7 +365,7 @@ def test_the_eager_operator_has_no_python_between_call_and_kernel() -> None:
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="the binding needs g++")
 def test_the_binding_decides_what_needs_no_check_in_python() -> None:
-    """What it refuses gets the same words, and what it takes the same launch, as with them."""
+    """Calls have the same errors and the same launches as with the checks in Python."""
     run = subprocess.run(
         [sys.executable, "-W", "ignore", str(pathlib.Path(__file__).parent / "host_binding.py")],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
@@ -387,7 +388,7 @@ def test_compiled_ragged_queries_over_pages() -> None:
         return flash_attn_varlen_func(**given, **options)
 
     compiled = torch.compile(attend, backend="aot_eager", fullgraph=True, dynamic=True)
-    for n, page_size in enumerate((13, 7, 8)):  # of which none equals another size
+    for n, page_size in enumerate((13, 7, 8)):  # none equals another size
         _, given = ragged(page_size)
         given |= {x: given[x].nan_to_num() for x in ("k", "v")}
         with torch._dynamo.config.patch(error_on_recompile=n > 0):

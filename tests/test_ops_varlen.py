@@ -180,7 +180,8 @@ def test_the_function_refuses_on_cuda(change, pattern) -> None:
 
 
 def test_what_the_function_hands_to_the_operator(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On CUDA: padded or loadable tensors, int32 lengths, a float32 sink, a window of 64 bits."""
+    """On CUDA it gets loadable tensors, padded or not, int32 lengths, float32 sinks and a window
+    whose sides are at most 2**31."""
     calls = []
 
     def attend_varlen(q, *args):
@@ -225,7 +226,7 @@ def test_what_the_function_hands_to_the_operator(monkeypatch: pytest.MonkeyPatch
         assert others[0] == 30.0 and others[1].shape == (3, 4)
         assert others[2:] == [None, 0.0, None, 0, False]
         assert scale in (16**-0.5, 20**-0.5)
-    assert calls[2][0].stride() == (384, 64, 1)  # in place
+    assert calls[2][0].stride() == (384, 64, 1)  # read in place
     state, dropout_p, *_, deterministic = calls[3][-5:]
     assert deterministic is True
     assert state.shape == (2,) and state.device.type == "cuda" and dropout_p == 6554 / 2**16

@@ -1,4 +1,4 @@
-"""examples/paged_llama.py on the CPU: the tokens of transformers, whatever the pages."""
+"""examples/paged_llama.py on the CPU has the tokens of transformers, with pages of any size."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NEW = 12
 
 @pytest.fixture(autouse=True)
 def one_thread():
-    """The model is too small for more."""
+    """Sets one thread, as the model is too small for more."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -48,7 +48,7 @@ def prompts_of(lengths, seed=0):
 
 
 def expected(model, prompts):
-    """Each prompt alone, over no cache of ours."""
+    """Returns tokens and logits of transformers' generate() for each prompt alone."""
     tokens, logits = [], []
     for prompt in prompts:
         made = model.generate(
@@ -62,7 +62,7 @@ def expected(model, prompts):
 
 @pytest.mark.parametrize("page_size", [1, 16, 64])
 def test_tokens_are_those_of_transformers(model, page_size):
-    """Of the second batch, too, which finds the first one's keys in its pages."""
+    """This holds for the second batch, too, whose pages still have the keys of the first one."""
     cache = PagedCache(model, [n + NEW for n in LENGTHS], page_size, seed=1)
     cache.keys.fill_(torch.nan)
     cache.values.fill_(torch.nan)

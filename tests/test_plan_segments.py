@@ -1,4 +1,4 @@
-"""Into how long parts key blocks are split: the plan's own code, called on the CPU."""
+"""The length of the parts into which a plan splits key blocks; its own code runs on the CPU."""
 
 from __future__ import annotations
 
@@ -36,8 +36,12 @@ def part_blocks():
     lib = compiled(CASES, "".join(lines))
 
     def call(b, blocks, h_k, rows, kind="kSlow", blocks_of_all=None, **changed):
-        """Of b sequences with so many key blocks each, or at most and so many together, and rows of
-        all query heads of a key head, a power of two."""
+        """Returns how many key blocks a part has.
+
+        The batch has b sequences of ``blocks`` key blocks; with ``blocks_of_all`` these are the
+        most of a sequence, and all together. ``rows``, a power of two, are those of all query heads
+        of a key head.
+        """
         params = FlashFwdParams(
             b=b,
             h=rows * h_k,
@@ -59,7 +63,7 @@ def part_blocks():
 
 
 def test_parts_that_a_kernel_merges_are_as_long_as_an_h100_was_fastest_with(part_blocks):
-    """One key head with 128 query heads, blocks of 64 keys: docs/tried_sm90.md."""
+    """One key head has 128 query heads, and blocks have 64 keys: docs/tried_sm90.md."""
     found = {
         (b, blocks): part_blocks(b, blocks, 1, 128)
         for b, blocks in ((1, 32), (1, 128), (4, 64), (2, 128), (1, 512), (8, 64))
@@ -89,7 +93,7 @@ def test_parts_of_few_rows_are_longer_where_a_cta_would_have_many_to_merge(part_
 
 
 def test_parts_keep_the_ctas_busy(part_blocks):
-    """Those of few rows, which CTAs merge, and those of long caches."""
+    """This holds for parts of few rows, which CTAs merge, and for parts of long caches."""
     assert part_blocks(1, 64, 8, 4) == 4, "16 parts of each of 8 heads"
     assert part_blocks(16, 128, 1, 128) == 16
     assert part_blocks(1, 2048, 1, 128) == 16
@@ -109,7 +113,7 @@ def test_only_parts_of_one_tile_a_head_and_of_kernels_that_were_timed_are_longer
 def test_parts_are_longer_than_keeps_the_ctas_busy_only_where_that_takes_less_time(
     part_blocks, seed
 ):
-    """What one CTA reads, and what is merged of all parts, in units of a block."""
+    """The time is what one CTA reads and what is merged of all parts, in units of a block."""
     rng = random.Random(seed)
     longer = 0
     for _ in range(300):

@@ -1,4 +1,4 @@
-"""The kernels of a backward in the static profile: which they are, their sizes and products."""
+"""The kernels of a backward in the static profile, with their sizes and numbers of products."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ PASSES = {"dq": 0, "dkv": 1, "dk": 2, "dv": 3, "all": 4}
 
 
 def binary(name: str, excerpt: str | None = "flash_fwd_hdim32_fp16_sm80_loop") -> Binary:
-    """A kernel of this name with the loop of a forward, 32 MMAs, or with no product."""
+    """Returns a kernel of this name with a forward's loop of 32 MMAs, or with no product."""
     code = sass.parse((DATA / f"{excerpt}.sass").read_text())[0].instructions if excerpt else ()
     return Binary("sm_80", sass.Function(name, code), 168, 1024, 0)
 
 
 def binaries(config: BwdConfig) -> list[Binary]:
-    """As a shared object has them: the last pass first, then kernels without products."""
+    """Returns kernels in the order of a shared object: the last pass first, then those without
+    products."""
     if config.arch == 90:
         kernel = "_ZN5flash21flash_bwd_kernel_sm90INS_19KernelTraitsBwdSm90IXtlELb0ELb1EEELb"
         names = [f"{kernel}1EEEEEvNS_1P", f"{kernel}0EEEEEvNS_1P"]
@@ -53,18 +54,18 @@ def test_kernels_of_the_sm80_class(head_dim):
     wanted = {"dq": 3, "dk": 3, "dv": 2} if head_dim > 128 else {"dq": 3, "dkv": 4}
     assert {name: kernel.products for name, kernel in found.items()} == wanted
     assert next(iter(found)) == "dq"
-    # What the whole says of its largest kernel is what that kernel says.
+    # The configuration's shared memory is that of its largest kernel.
     assert max(kernel.smem_bytes for kernel in found.values()) == config.smem_bytes
     assert max(kernel.threads for kernel in found.values()) <= config.threads
     assert all(kernel.threads == 128 for kernel in found.values())
     if config.split_dkv:
-        own = 2 * head_dim * config.dkv.rows  # V, which only dP needs
+        own = 2 * head_dim * config.dkv.rows  # V, which dv does not need
         assert found["dk"].smem_bytes - found["dv"].smem_bytes == own
 
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_one_kernel_of_the_sm80_class(head_dim):
-    """In two forms, one of which keeps an order of dQ."""
+    """It has two forms, one of which keeps the order of the sums of dQ."""
     config = heuristics.fused_bwd_config("bf16", head_dim)
     found = kernels(config)
     assert sorted(found) == ["all", "all in order"]
@@ -75,8 +76,10 @@ def test_one_kernel_of_the_sm80_class(head_dim):
 
 @pytest.mark.parametrize(("head_dim", "products"), [(128, 5), (192, 2.5), (256, 2.5)])
 def test_the_sm90_class_has_one_kernel_with_products(head_dim, products):
-    """In two forms, of which one stores first sums of dQ. Above d = 128 each warpgroup has a loop
-    with half of the products, for all scores."""
+    """It has two forms, one of which stores the first sums of dQ.
+
+    Above d = 128 each warpgroup has a loop with half of the products, for all scores.
+    """
     config = heuristics.sm90_bwd_config("bf16", head_dim, "causal")
     found = kernels(config)
     assert list(found) == ["all", "all, first stored"]
@@ -91,7 +94,7 @@ def test_scores_are_counted_by_the_products_of_the_kernel(computes, products):
     config = heuristics.bwd_config("fp16", 32)
     kernel = backward.BwdKernel(config, computes, products)
     report = static.profile(binary("x"), (8, 0), 32, kernel)
-    # The excerpt's 32 MMAs of 16 x 8 x 16, of 32 multiply-adds a score and product.
+    # The excerpt has 32 MMAs of 16 x 8 x 16. A product takes 32 multiply-adds a score.
     assert report["loop"]["score_elements_per_warp"] == 32 * 2048 / (32 * products)
     assert report["kernel"] == f"{config.full_name} {computes}"
     assert report["resources"]["smem_bytes"] == kernel.smem_bytes
@@ -105,7 +108,7 @@ def profile(*arguments: object) -> int:
 
 @pytest.fixture
 def built(monkeypatch):
-    """(configuration, target) of what was asked for; nothing is compiled or disassembled."""
+    """Returns a list of each (configuration, target) asked for; nothing is compiled."""
     asked = []
     artefact = types.SimpleNamespace(path=Path("x.so"), meta={"spill_bytes": 0, "log": ""})
 
@@ -145,7 +148,7 @@ def test_each_kernel_has_a_report(built, tmp_path, capsys, target, head_dim, nam
 
 
 def test_fields_of_tiles_can_be_set(built):
-    arguments = ("--static", "--head-dim", 256, "--target", 86)  # which has a kernel for each
+    arguments = ("--static", "--head-dim", 256, "--target", 86)  # it has a kernel for each gradient
     assert profile(*arguments, "--set", "dkv.stages=2", "dkv.step=16") == 0
     config = built[0][0]
     assert (config.dkv.stages, config.dkv.step) == (2, 16)

@@ -1,4 +1,4 @@
-"""``python -m flashcute profile``: machine code of a real kernel, a stand-in for ncu, messages."""
+"""``python -m flashcute profile`` with machine code of a real kernel and a stand-in for ncu."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_static_profile_of_a_kernel(compiler, tmp_path, capsys):
     loop = report["loop"]
     assert report["kernel"] == CONFIG.full_name
     assert loop["score_elements_per_warp"] == 32 * CONFIG.tile_n
-    # One copy of the exponentials for all blocks; the rows' factors are in a branch.
+    # All blocks share one copy of the exponentials. Those for the rows' factors are in a branch.
     assert loop["mix_per_element"]["MUFU"] == 1
     assert loop["sometimes_per_element"]["MUFU"] == pytest.approx(4 / CONFIG.tile_n, abs=0.001)
     assert loop["mix_per_element"]["HMMA"] == 32 * 32 / 1024
@@ -179,7 +179,7 @@ esac
 
 @pytest.fixture
 def stand_in(monkeypatch, tmp_path):
-    """A program in ncu's place that writes down how it was called, and a GPU to believe in."""
+    """Puts a program in place of ncu that logs how it was called, and makes torch report a GPU."""
 
     def use(last="exit 0", raw=RAW):
         log = tmp_path / "log"
@@ -218,7 +218,7 @@ def test_ncu_profiles_the_configuration_on_the_shape(stand_in, monkeypatch, tmp_
     assert settings["config"]["head_dim"] == 64
     assert settings["calls"] == ncu.WARM_UP + 1
     assert called[-4:-1] == [sys.executable, "-m", "flashcute.profiling.workload"]
-    # Only what this ncu knows is asked for.
+    # The command asks only for metrics that this ncu has.
     assert called[called.index("--metrics") + 1] == "dram__bytes_read.sum,sm__cycles_elapsed.max"
     assert kept.is_file()
     report = json.loads(saved.read_text())
@@ -228,8 +228,10 @@ def test_ncu_profiles_the_configuration_on_the_shape(stand_in, monkeypatch, tmp_
 
 @pytest.fixture
 def stand_in_bwd(stand_in, monkeypatch, tmp_path):
-    """As stand_in, with a report of a backward: another kernel, then the main one. Adds what is
-    built to a list."""
+    """Returns stand_in with a report of a backward, and a list of the kernels that are built.
+
+    The report has another kernel before the main one.
+    """
     launch = RAW.read_text().splitlines()[-1]
     names = ("flash_bwd_row_stats_kernel", "flash_bwd_kernel_sm90")
     launches = [launch.replace("flash_fwd_kernel_sm80", name) for name in names]
@@ -250,7 +252,7 @@ def test_ncu_profiles_a_backward(stand_in_bwd, monkeypatch, tmp_path, capsys):
     settings = json.loads(log.read_text().splitlines()[-1])
     config = heuristics.sm90_bwd_config("bf16", 64, "causal")
     assert settings["config"] == dataclasses.asdict(config)
-    # The forward, too, is built before the profiler runs.
+    # The forward is also built before the profiler runs.
     assert [(x.kind, target) for x, target in built] == [("fwd", "90"), ("bwd", "90")]
     assert built[1][0] == config
     made = json.loads(saved.read_text())
@@ -271,7 +273,7 @@ def test_two_backwards_are_compared(stand_in_bwd, monkeypatch, tmp_path, capsys)
 
 
 def test_a_backward_of_several_kernels_is_not_measured(stand_in_bwd, capsys):
-    """On GPUs with 99 KB of shared memory at large head dimensions."""
+    """GPUs with 99 KB of shared memory have such backwards at large head dimensions."""
     assert profile("--pass", "bwd", "--head-dim", 256, "--target", 86) == 1
     error = capsys.readouterr().err
     assert "expected a backward with one kernel for all gradients, got flash_bwd_hdim256" in error

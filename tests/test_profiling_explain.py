@@ -1,4 +1,4 @@
-"""From counters to figures with a meaning, against arithmetic done here."""
+"""Figures that are computed from counters, against arithmetic in the tests."""
 
 from __future__ import annotations
 
@@ -25,8 +25,10 @@ def profile(report=None, config=CONFIG, shape=SHAPE):
 
 
 def tiles_with_anything_visible(shape, config, heads=1):
-    """By asking every pair of tiles for its best-placed pair of query and key; ``heads``: so many
-    rows of a tile have one position."""
+    """Returns the number of tiles in which the last query sees the first key.
+
+    ``heads`` rows of a tile have the same position.
+    """
     count = 0
     shift = shape.seqlen_k - shape.seqlen_q
     rows = shape.seqlen_q * heads
@@ -46,7 +48,7 @@ def test_visible_tiles(sq, sk, causal):
 
 @pytest.mark.parametrize(("h", "heads"), [(32, 4), (24, 4), (8, 1)])
 def test_visible_tiles_of_heads_that_share_them(h, heads):
-    """Heads of 3 to a key head take the room of 4."""
+    """With 3 query heads a key head, rows are laid out as if there were 4."""
     shape = bm.Shape(16, 4, 4096, h, 8, 128, causal=True)
     problem = heuristics.FwdProblem("bf16", **dataclasses.asdict(shape))
     config = heuristics.choose_fwd(problem, (9, 0))
@@ -68,10 +70,10 @@ def test_the_ideal_of_one_tile():
 
 
 def test_a_real_report_says_the_same_as_csv_and_through_nvidias_module():
-    """A launch on an H200: `ncu --import report --csv --page raw`, and the profile that was made of
-    the same report through ncu_report."""
+    """The launch ran on an H200. Its CSV is of `ncu --import report --csv --page raw`, its profile
+    was made from the same report through ncu_report."""
     saved = json.loads((RAW.parent / "h200_sm90.json").read_text())
-    names = {field.name for field in dataclasses.fields(FwdConfig)}  # those that there are today
+    names = {field.name for field in dataclasses.fields(FwdConfig)}  # those of today
     fields = {name: value for name, value in saved["config"].items() if name in names}
     config, shape = FwdConfig(**fields), bm.Shape(**saved["shape"])
     report = ncu.parse_csv((RAW.parent / "h200_sm90.csv").read_text())
@@ -88,9 +90,9 @@ BWD_SHAPE = bm.Shape(2, 300, 500, 6, 2, 128, causal=True)
 
 
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("head_dim", [64, 192])  # one CTA owns keys, or two of a cluster do
+@pytest.mark.parametrize("head_dim", [64, 192])  # a tile is a CTA's, then a cluster's
 def test_visible_tiles_of_a_backward(head_dim, causal):
-    """Heads never share its tiles, which have the keys that the CTAs of a cluster own."""
+    """Heads never share tiles of a backward. A tile has the keys of all CTAs of a cluster."""
     config = heuristics.sm90_bwd_config("bf16", head_dim, "causal")
     shape = dataclasses.replace(BWD_SHAPE, d=head_dim, causal=causal)
     keys = config.dkv.rows * (2 if head_dim == 192 else 1)
@@ -107,7 +109,7 @@ def test_a_backward_has_five_products_and_sums_of_dq():
     assert wanted["flops"] == 2.5 * BWD_SHAPE.flops
     q, k, _ = bm.make_qkv(BWD_SHAPE, bm.torch.bfloat16, "cpu")
     sums, statistics = 2 * q.nbytes, 2 * 4 * 2 * 300 * 6
-    # Q and dO; K, V, dK and dV.
+    # The tensors are Q and dO, and K, V, dK and dV.
     assert wanted["dram_bytes"] == 2 * q.nbytes + 4 * k.nbytes + sums + statistics
 
 
@@ -140,7 +142,7 @@ def cached(page_size=0, seqlen_k=4096):
 
 
 def decode(changed=(), others=(), shape=None):
-    """The profile of a decode call, whose counters have other values for some metrics."""
+    """Returns the profile of a decode call, with some metrics changed."""
     shape = shape or cached()
     metrics = dict(ncu.parse_csv(RAW.read_text()).metrics) | dict(changed)
     config = heuristics.choose_fwd(shape.problem("bf16"), (9, 0))
@@ -154,7 +156,7 @@ def test_a_decode_call_must_read_the_cache():
     rows = 16 * 32  # of q and out, with 4 bytes of their log-sum-exp
     assert wanted["dram_bytes"] == wanted["cache_bytes"] + rows * (2 * 2 * 64 + 4)
     assert wanted["flops"] == 4 * 16 * 32 * 4096 * 64
-    # A tile has the four query heads of a key head: 16 x 8 tiles of 64 rows, all of their keys.
+    # A tile has the four query heads of a key head, so 16 x 8 tiles of 64 rows visit all keys.
     assert wanted["tile_exponentials"] == 16 * 8 * 64 * shape.seqlen_k
     assert "cache_bytes" not in profile()["ideal"]
 
@@ -172,7 +174,7 @@ def test_a_decode_call_is_under_the_roof_of_device_memory():
     assert "the tightest roof is dram: the launch reaches 72.0 % of it" in said
     assert "moves 167.9 MB where 134.4 MB are needed, at 90.0 % of the throughput" in said
     assert "the cache is 134.2 MB, 99.9 % of the bytes" in "".join(made["notes"])
-    # Rows without a query do not matter there.
+    # Under the memory roof the tiles' rows without a query do not matter.
     assert not any("masked or padded" in note for note in made["notes"])
     printed = text.report_text(made)
     assert "seqlen_k=4096 h=32 h_k=8 d=64 full over a contiguous cache" in printed
@@ -181,7 +183,7 @@ def test_a_decode_call_is_under_the_roof_of_device_memory():
 
 
 def test_a_decode_call_with_few_keys_may_be_under_another_roof():
-    """Where instructions take more clocks than the bytes."""
+    """The instructions then take more clocks than the bytes."""
     changed = {"dram__bytes_read.sum": 1e9, "dram__bytes_write.sum": 0.0}
     (said,) = (note for note in decode(changed)["notes"] if "tightest roof" in note)
     assert said.startswith("the tightest roof is issue: the launch reaches 21.8 % of it")
@@ -224,7 +226,7 @@ def test_figures_of_a_report():
 def test_distance_to_the_roofs():
     report = profile()
     cycles, sms = 2534733, 132
-    useful = SHAPE.flops / cycles / sms / 4096  # 4096 FLOPs a clock and SM
+    useful = SHAPE.flops / cycles / sms / 4096  # an SM does 4096 FLOPs a clock
     roofs = report["roofs"]
     assert roofs["tensor, useful FLOPs"]["percent_reached"] == pytest.approx(100 * useful, abs=0.06)
     assert roofs["issue"]["percent_reached"] == pytest.approx(

@@ -1,5 +1,8 @@
-"""Reading what ncu leaves. tests/data/ncu/raw.csv has the form of `ncu --csv --page raw`: a line of
-names, one of units, one for each launch, here a foreign kernel's and ours."""
+"""Reading reports of ncu.
+
+tests/data/ncu/raw.csv has the form of `ncu --csv --page raw`: a line of names, one of units, and
+one for each launch, here of a foreign kernel and of ours.
+"""
 
 from __future__ import annotations
 
@@ -35,11 +38,11 @@ def test_csv_gives_our_launch_in_plain_units():
 def test_what_was_not_measured_is_not_there():
     metrics = ncu.parse_csv(RAW.read_text()).metrics
     assert "sm__inst_executed_pipe_fma.avg.pct_of_peak_sustained_active" not in metrics
-    assert metrics["sm__inst_executed_pipe_tensor_op_gmma.sum"] == 0  # this one was, as 0
+    assert metrics["sm__inst_executed_pipe_tensor_op_gmma.sum"] == 0  # this one was measured: 0
 
 
 def test_other_kernels_of_the_call_are_kept_with_their_metrics():
-    """With the names that ncu gives in full: return type, template arguments, parameters."""
+    """ncu gives names with return type, template arguments and parameters, which are removed."""
     row = RAW.read_text().splitlines()[-1]
     plan = row.replace("flash_fwd_kernel_sm80", "void flash::flash_plan_kernel<X>(flash::P)")
     combine = row.replace("flash_fwd_kernel_sm80", "flash_fwd_combine_kernel<X>")

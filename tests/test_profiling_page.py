@@ -1,4 +1,4 @@
-"""The HTML page: complete in itself, the same for the same profile, pictures with their values."""
+"""The HTML page needs no other file, is reproducible, and has the values of its pictures."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def machine_code():
 
 
 class Reader(html.parser.HTMLParser):
-    """Tags with their attributes, and all text."""
+    """Reads tags with their attributes, and all text."""
 
     def __init__(self, text):
         super().__init__()

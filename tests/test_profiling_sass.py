@@ -1,5 +1,8 @@
-"""Reading machine code. The recordings are of our own kernels, `cuobjdump --dump-sass` without the
-encodings: one loop of the sm80 class, and tests/data/sass/wgmma_loop.cu whole."""
+"""Reading machine code.
+
+The recordings are `cuobjdump --dump-sass` of our own kernels without the encodings: a loop of the
+sm80 class, and all of tests/data/sass/wgmma_loop.cu.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ def recorded(name):
 
 
 def code(*lines):
-    """A function of these instructions, 16 bytes each from address 0."""
+    """Returns a function of these instructions, 16 bytes each from address 0."""
     text = "\n".join(f"        /*{16 * i:04x}*/   {line} ;" for i, line in enumerate(lines))
     (function,) = sass.parse(f"\t\tFunction : f\n{text}")
     return function
@@ -30,15 +33,16 @@ MMA = "HMMA.16816.F32.BF16 R4, R8, R12, R4"
 def test_the_loop_of_an_sm80_kernel():
     loop = recorded("flash_fwd_hdim32_fp16_sm80_loop").main_loop()
     assert loop.mma_shapes() == {"HMMA.16816.F32": 32}
-    # A warp owns 32 of 128 rows, a block has 32 keys, and each score takes 32 + 32 multiply-adds.
+    # A warp owns 32 of 128 rows, a block has 32 keys, and a score takes 32 + 32 multiply-adds.
     assert loop.warp_macs == 32 * 32 * (32 + 32)
     mix = loop.mix()
     assert mix["MUFU"] == 32 * 32 / 32  # one exp2 a score
     assert mix["LDSM"] == 12
     assert next(iter(mix)) == "FMNMX"
-    # K and V of the next block, 4 KB, by 128 threads of 16 bytes: only the last iteration skips it.
+    # 128 threads copy 16 bytes each of the next block's K and V, 4 KB. Only the last iteration does
+    # not.
     assert mix["LDGSTS"] == 2
-    # The rescale of O is under a branch: 32 rows x 32 columns of a warp, and the row sums.
+    # A branch skips the rescale of O, 32 rows x 32 columns a warp, and of the row sums.
     sometimes = [x.name for x in loop.sometimes]
     assert sometimes.count("FMUL") >= 32
     assert "HMMA" not in sometimes
@@ -47,7 +51,7 @@ def test_the_loop_of_an_sm80_kernel():
 def test_the_loop_of_a_wgmma_kernel():
     function = recorded("wgmma_loop")
     assert function.register_pools() == {"claimed": 240, "released": 24}
-    (loop,) = function.mma_loops  # the loop that loads holds no MMA
+    (loop,) = function.mma_loops  # the producer's loop has no MMA
     assert loop.mma_shapes() == {
         "HGMMA.64x64x16.F32.BF16 A in smem": 4,
         "HGMMA.64x64x16.F32.BF16 A in registers": 4,
@@ -55,7 +59,7 @@ def test_the_loop_of_a_wgmma_kernel():
     # A warp of the four owns 16 of the 64 rows.
     assert loop.warp_macs == 16 * 64 * (64 + 64)
     assert loop.mix()["MUFU"] == 32
-    # Waiting rounds of the barrier lie out of line; the first try is always issued.
+    # The first try of a barrier is always issued; the loop that waits lies out of line.
     tries = [x for x in loop.always if "TRYWAIT" in x.opcode]
     assert len(tries) == 1
     assert any("TRYWAIT" in x.opcode for x in loop.sometimes)

@@ -1,4 +1,4 @@
-"""The static model: what one instruction costs each unit, and what follows for a whole loop."""
+"""The static model: the cost of an instruction for each unit, and of a whole loop."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_shared_memory_clocks(opcode, operands, clocks):
 
 @pytest.mark.parametrize("n", [64, 128, 192, 256])
 def test_wgmma_reads_what_the_operands_hold(n):
-    # Four warps issue it; at the tensor cores' peak it takes n / 2 clocks of the SM.
+    # Four warps issue the instruction; at the tensor cores' peak it takes n / 2 clocks of the SM.
     both = instruction(f"HGMMA.64x{n}x16.F32.BF16", "R24, gdesc[UR16], R24")
     b_only = instruction(f"HGMMA.64x{n}x16.F32.BF16", "R56, R24, gdesc[UR12], R56")
     assert 4 * static.smem_clocks(both) * 128 / (n / 2) == pytest.approx(64 + 4096 / n)
@@ -59,8 +59,8 @@ def test_clocks_of_units():
         instruction("UIADD3", "UR4, UR4, 0x1, URZ"),
     ]
     clocks = static.loop_clocks(code, H100)
-    # 16, 128 and 64 lanes of an SM; 64 x 128 x 16 at 2048 a clock; 16 KB + 2 KB at 128 B a clock,
-    # a quarter of them each warp's and four warps at work.
+    # Four warps run on the 16, 128 and 64 lanes of an SM. 64 x 128 x 16 multiply-adds run at 2048 a
+    # clock, and the wgmma reads 2 KB of A and 4 KB of B at 128 bytes a clock.
     assert clocks == {
         **{"tensor": 64.0, "issue": 5.0, "mufu": 8.0, "fp32": 1.0, "alu": 2.0},
         "smem": pytest.approx(2 * (64 + 128) * 16 / 128),
@@ -87,7 +87,8 @@ def test_profile_of_the_wgmma_loop():
     assert loop["mix_per_element"]["MUFU"] == 1.0
     assert loop["mix_per_element"]["F2FP"] == 0.5
     assert sum(loop["groups_per_element"].values()) == pytest.approx(loop["per_element"], abs=0.01)
-    # d = 64: 4 d multiply-adds a score at 2048 x 2 FLOPs a clock meet 16 exponentials a clock.
+    # With d = 64 the 4 d FLOPs of a score at 2048 x 2 a clock take as long as its exponential at 16
+    # a clock.
     assert estimate["percent_of_tensor_peak_time"]["tensor"] == 100
     assert estimate["percent_of_tensor_peak_time"]["mufu"] == 100
     assert estimate["percent_of_tensor_peak_time"]["smem"] == 75
@@ -106,8 +107,8 @@ def test_profile_of_an_sm80_kernel():
     assert report["kernel"] == config.full_name
     assert report["loop"]["score_elements_per_warp"] == 32 * config.tile_n
     assert report["occupancy"]["ctas_per_sm"] == 4
-    # 1024 scores of a warp at 2 x 32 multiply-adds: an A100's tensor cores and its MUFU both take
-    # 256 clocks, the port 4 x 4 for each of 12 ldmatrix and 2 copies.
+    # A warp has 1024 scores of 2 x 32 multiply-adds. An A100's tensor cores and its MUFU both take
+    # 256 clocks for them, and the shared memory 4 x 4 for each of 12 ldmatrix and 2 copies.
     clocks = report["estimate"]["clocks"]
     assert (clocks["tensor"], clocks["mufu"], clocks["smem"]) == (256.0, 256.0, 16.0 * (12 + 2))
     assert clocks["issue"] == report["loop"]["instructions"]

@@ -1,4 +1,5 @@
-"""What runs under ncu: the given configuration, whatever the heuristics would say, that often."""
+"""The workload under ncu runs the given configuration, not the heuristics' choice, as often as
+asked."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ PROBLEM = heuristics.FwdProblem("bf16", False, 9, 9, 9, 9, 9, 256)
 
 @pytest.fixture
 def events(monkeypatch):
-    """What happens, in order: "start", "stop", and what a test adds; without a GPU."""
+    """Returns a list of "start", "stop" and what a test adds, in order; no GPU is needed."""
     found = []
     for name in ("choose_fwd", "choose_bwd"):
         monkeypatch.setattr(heuristics, name, getattr(heuristics, name))  # put back afterwards
@@ -42,7 +43,7 @@ def run(config, shape, calls=3):
 
 
 def calls_around_the_last(events):
-    """The calls, of which the last one is profiled alone."""
+    """Returns the calls; checks that the last one alone is profiled."""
     *before, start, last, stop = events
     assert (start, stop) == ("start", "stop")
     return [*before, last]

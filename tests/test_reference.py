@@ -1,4 +1,4 @@
-"""The reference against explicit loops in float64, PyTorch's SDPA and its own stated semantics."""
+"""The reference against explicit loops in float64, PyTorch's SDPA and its documented semantics."""
 
 import math
 import sys
@@ -39,7 +39,7 @@ def attention_by_loops(
     dropout_p=0.0,
     dropout_mask=None,
 ):
-    """Attention of Python floats, key by key, sharing no code with the reference."""
+    """Computes attention with Python floats, key by key, without any code of the reference."""
     b, sq, h, d = q.shape
     sk, h_k, d_v = v.shape[1:]
     scale = 1 / math.sqrt(d) if softmax_scale is None else softmax_scale
@@ -50,9 +50,9 @@ def attention_by_loops(
         for head in range(h):
             kv = head * h_k // h
             for i in range(sq):
-                exps = {}  # of the visible keys
+                exps = {}  # from each visible key
                 for j in range(sk):
-                    ahead = j - (i + sk - sq)  # > 0 in the future
+                    ahead = j - (i + sk - sq)  # > 0 for future keys
                     if causal and ahead > 0:
                         continue
                     if window_size[0] != -1 and ahead < -window_size[0]:
@@ -124,7 +124,7 @@ FEATURES = {
 
 
 def draw_masks(options, b, h, sq, sk):
-    """Fills in the tensors of a feature whose shape depends on the lengths."""
+    """Returns a feature's options, with the tensors whose shapes depend on the lengths."""
     gen = torch.Generator().manual_seed(7)
     options = dict(options)
     if "dropout_mask" in options:
@@ -160,7 +160,7 @@ def test_masks_match_loops(*, lengths, heads, causal, window, softcap, seed):
 @pytest.mark.parametrize("size", [2**31, sys.maxsize, 2**70])
 @pytest.mark.parametrize("lengths", [(8, 8), (9, 3), (3, 9), (8, 0), (0, 8)], ids=str)
 def test_a_window_beyond_the_lengths_is_none(lengths, size):
-    # Places plus or minus such a bound do not fit into int64.
+    # A position plus or minus such a bound does not fit into int64.
     everything = torch.ones(lengths, dtype=torch.bool)
     assert torch.equal(visible_keys(*lengths, window_size=(size, size)), everything)
     assert torch.equal(visible_keys(*lengths, window_size=(size, -1)), everything)
@@ -314,7 +314,7 @@ def test_hidden_nan_and_inf_never_leak_forward(feature, where, bad):
     q, k, v = make_qkv(sq=6, sk=8)
     options = {**draw_masks(FEATURES[feature], 2, 4, 6, 8), "causal": True}
     expected = attention_ref(q, k, v, **options)
-    k[:, 5:] = bad if "k" in where else k[:, 5:]  # rows 0, 1, 2 stand at places 2, 3, 4
+    k[:, 5:] = bad if "k" in where else k[:, 5:]  # rows 0, 1, 2 are at positions 2, 3, 4
     v[0, 5, 0, 1] = bad if "v" in where else v[0, 5, 0, 1]
     out, lse, _ = attention_ref(q, k, v, **options)
     torch.testing.assert_close(out[:, :3], expected.out[:, :3])
@@ -323,7 +323,7 @@ def test_hidden_nan_and_inf_never_leak_forward(feature, where, bad):
 
 @pytest.mark.parametrize("feature", ["plain", "all"])
 def test_in_a_graph_no_value_is_read(feature, monkeypatch):
-    """None of a fake tensor can be; and the probabilities are those of a call outside."""
+    """Values of fake tensors cannot be read. Probabilities are those of a call outside a graph."""
     q, k, v = make_qkv(sq=6, sk=8)
     options = {**draw_masks(FEATURES[feature], 2, 4, 6, 8), "causal": True, "return_probs": True}
     k[:, 5:], v[0, 5, 0, 1] = math.nan, math.inf
@@ -335,7 +335,7 @@ def test_in_a_graph_no_value_is_read(feature, monkeypatch):
         monkeypatch.setattr(reference, "_is_captured", lambda x: True)
         assert attention_ref(*fake, **options).probs.shape == expected.probs.shape
     _, lse, probs = attention_ref(q, k, v, **options)
-    seen = slice(0, 3)  # rows 0, 1, 2 stand at places 2, 3, 4
+    seen = slice(0, 3)  # rows 0, 1, 2 are at positions 2, 3, 4
     torch.testing.assert_close(probs[..., seen, :], expected.probs[..., seen, :])
     torch.testing.assert_close(lse[..., seen], expected.lse[..., seen])
 
@@ -346,7 +346,7 @@ def test_in_a_graph_no_value_is_read(feature, monkeypatch):
 def test_hidden_nan_and_inf_never_leak_backward(feature, where, bad):
     sq, sk = 4, 8
     q, k, v = make_qkv(sq=sq, sk=sk)
-    # Places are 4 to 7 and the window reaches 2 to the left: nobody sees keys 0 and 1.
+    # Positions are 4 to 7 and the window reaches 2 to the left, so no row sees keys 0 and 1.
     options = {**draw_masks(FEATURES[feature], 2, 4, sq, sk), "window_size": (2, 0)}
     grad = torch.randn_like(q)
 
@@ -479,7 +479,8 @@ def test_layout_does_not_matter():
 
 
 def test_long_sequences_do_not_hold_all_scores():
-    # 8192^2 float64 scores would be 512 MiB each in several copies; a block holds 128 MiB of them.
+    # 8192^2 float64 scores are 512 MiB, of which there would be several copies. A block of rows has
+    # 128 MiB of them.
     _, rows = reference.blocks(1, 8192, 8192)
     assert len(rows) == 4
     batches, rows = reference.blocks(65537, 1, 1)

@@ -1,4 +1,4 @@
-"""The reference of a cache against lists of tokens: append one by one, then dense attention."""
+"""The reference over a KV cache against lists of tokens: append to these, then attend densely."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def random(*shape: int, seed: int = 0, dtype=F64) -> torch.Tensor:
 
 
 def make(paged: bool, seqlen_q: int = 2, n_new: int = 2, dtype=F64) -> dict[str, object]:
-    """Arguments whose unused slots hold NaN."""
+    """Returns arguments with NaN in unused slots of the cache."""
     shape = (12, PAGE) if paged else (B, 11)
     given = {
         "q": random(B, seqlen_q, H, D, seed=1, dtype=dtype),
@@ -48,7 +48,7 @@ def place(paged: bool, i: int, token: int) -> tuple[int, int]:
 
 
 def expected(paged: bool, given: dict, i: int, skip: int = 0, **options):
-    """out and lse of one sequence, its keys and its values, from lists of tokens."""
+    """Returns out and lse of one sequence, its keys and its values, from lists of tokens."""
     n, k, v = LENGTHS[i], given.get("k"), given.get("v")
     caches = given["k_cache"], given["v_cache"]
     keys, values = ([cache[place(paged, i, t)] for t in range(n)] for cache in caches)
@@ -98,7 +98,7 @@ def test_is_attention_to_a_list_of_tokens(paged, n_new, rotary, name) -> None:
             stored = [cache[place(paged, i, t)] for t in range(n + n_new)]
             if stored:
                 torch.testing.assert_close(torch.stack(stored), tokens, atol=1e-14, rtol=1e-14)
-    # The rest of the cache is as it was, and the one given is not written to.
+    # The rest of the returned cache is unchanged, and the given cache is not written to.
     kept = [got.k_cache.clone(), got.v_cache.clone()]
     for i, n in enumerate(LENGTHS):
         for cache, old in zip(kept, before, strict=True):

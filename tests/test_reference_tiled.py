@@ -1,4 +1,4 @@
-"""Both tile loops against the reference, whatever the tiles."""
+"""Both tile loops against the reference, with tiles of many sizes."""
 
 import math
 
@@ -20,7 +20,7 @@ def make_qkv(*, sq, sk, h=2, h_k=1, d=4, dtype=F64, seed=0):
 
 
 def run(algorithm, *qkv, **options):
-    """(out, lse) of either algorithm."""
+    """Returns (out, lse) of one of the two algorithms."""
     if algorithm == 1:
         out, row_sum, row_max = flash_attention_1(*qkv, **options)
         return out, row_max + row_sum.log()

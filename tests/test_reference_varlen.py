@@ -1,4 +1,4 @@
-"""The varlen reference against a definition of its own: dense attention under a block mask."""
+"""The varlen reference against another definition: dense attention under a block mask."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def make(h: int = 4, h_k: int = 2, d: int = 6) -> list[torch.Tensor]:
 
 
 def block_mask(used_q, used_k, **mask) -> torch.Tensor:
-    """0 where a token sees a key of its own sequence, else -inf: (total_q, total_k)."""
+    """Returns 0 where a token sees a key of its own sequence, else -inf: (total_q, total_k)."""
     bias = torch.full((sum(LENGTHS_Q) + TAIL_Q, sum(LENGTHS_K) + TAIL_K), -math.inf, dtype=F64)
     for start_q, n_q, start_k, n_k in zip(CU_Q, used_q, CU_K, used_k, strict=False):
         seen = visible_keys(n_q, n_k, **mask)

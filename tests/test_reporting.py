@@ -1,4 +1,4 @@
-"""What did not run, and what was counted, is said once whatever the number of workers."""
+"""The report says once what did not run and what was counted, with any number of workers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def test_workers_are_added_up():
     for cases in ({"grid": 2}, {"grid": 3, "exact": 1}):
         output = {"not_run": 7, "cases": cases}
         reporting.pytest_testnodedown(SimpleNamespace(config=config, workeroutput=output))
-    reporting.pytest_testnodedown(SimpleNamespace(config=config))  # one that crashed
+    reporting.pytest_testnodedown(SimpleNamespace(config=config))  # a worker that crashed
     assert config.stash[reporting.DESELECTED] == 7
     assert config.stash[reporting.CASES] == {"grid": 5, "exact": 1}
 

@@ -1,4 +1,5 @@
-"""What a failed choice of a kernel raised, carried past an operator that passes text on."""
+"""The exception of a failed choice of a kernel reaches the caller through an operator, which passes
+only text on."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from flashcute import ops, resolver_errors
 
 
 def _fail_with(exception: BaseException):
-    """An operator whose kernel cannot be chosen; ``exception`` is why."""
+    """Returns an operator whose choice of a kernel fails with ``exception``."""
 
     def op(*args):
         text = f"{type(exception).__name__}: {exception}"
@@ -34,7 +35,7 @@ def test_what_was_raised_arrives_as_itself(exception: BaseException) -> None:
 
 def test_another_error_is_not_taken_for_one_of_an_earlier_call() -> None:
     with pytest.raises(RuntimeError, match="no kernel"):
-        _fail_with(KeyError("no kernel"))()  # nobody asks for the KeyError
+        _fail_with(KeyError("no kernel"))()  # the KeyError stays remembered
 
     def op():
         raise RuntimeError("flashcute::fwd: expected q on cuda")
@@ -46,7 +47,7 @@ def test_another_error_is_not_taken_for_one_of_an_earlier_call() -> None:
 
 @pytest.mark.parametrize("is_free", [False, True])
 def test_missing_memory_is_torchs_own_error(is_free: bool, monkeypatch) -> None:
-    """Which says how much there is, but for memory that is there by now."""
+    """torch's error says how much memory there is, unless the memory has become free meanwhile."""
 
     def op():
         raise RuntimeError("flashcute::fwd: failed to allocate 4096 bytes on cuda:3")
@@ -64,7 +65,7 @@ def test_missing_memory_is_torchs_own_error(is_free: bool, monkeypatch) -> None:
 
 @pytest.mark.parametrize("message", ["no kernel", "", "a\0b", "\udc80", "e" * 99, "\xe9" * 99])
 def test_the_binding_gets_a_text_that_names_it(message: str, monkeypatch) -> None:
-    """Whatever it holds, and however short the binding's buffer is."""
+    """This holds for any message, however short the binding's buffer is."""
     exception = ValueError(message)
 
     def fail(problem):

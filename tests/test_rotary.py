@@ -26,7 +26,7 @@ def random(*shape: int, dtype=F64, seed: int = 1) -> torch.Tensor:
 
 
 def turned(x: torch.Tensor, position: int, cos, sin, interleaved: bool) -> torch.Tensor:
-    """One token (h, d), pair by pair: (x + iy) (cos + i sin)."""
+    """Rotates one token (h, d), pair by pair: (x + iy) (cos + i sin)."""
     out, n = x.double().clone(), cos.shape[1]
     for pair in range(n):
         i, j = (2 * pair, 2 * pair + 1) if interleaved else (pair, pair + n)
@@ -38,7 +38,7 @@ def turned(x: torch.Tensor, position: int, cos, sin, interleaved: bool) -> torch
 
 
 def by_definition(x, positions, cos, sin, interleaved) -> torch.Tensor:
-    """Tokens (..., h, d) at ``positions`` (...)."""
+    """Rotates tokens (..., h, d) at ``positions`` (...)."""
     flat = zip(x.flatten(0, -3), positions.flatten().tolist(), strict=True)
     return torch.stack([turned(*token, cos, sin, interleaved) for token in flat]).view(x.shape)
 
@@ -72,7 +72,7 @@ def test_packed_sequences_are_sequences(interleaved: bool, index: torch.dtype) -
         for part, n, y in zip(parts, shifts, got.split([*lengths, 2]), strict=False):
             alone = apply_rotary_emb(part[None], cos, sin, interleaved, seqlen_offsets=n)[0]
             assert torch.equal(y, alone)
-        assert torch.equal(got[10:], x[10:])  # of no sequence
+        assert torch.equal(got[10:], x[10:])  # tokens of no sequence
     none = torch.zeros(1, dtype=index)
     assert torch.equal(apply_rotary_emb(x, cos, sin, cu_seqlens=none), x)
 
@@ -144,7 +144,7 @@ def test_compiled_and_under_vmap() -> None:
     assert torch.equal(got, apply_rotary_emb(x[0], cos, sin, seqlen_offsets=offsets, cu_seqlens=cu))
     each = torch.vmap(lambda x, n: apply_rotary_emb(x[None], cos, sin, seqlen_offsets=n[None])[0])
     assert torch.equal(each(x, offsets), apply_rotary_emb(x, cos, sin, seqlen_offsets=offsets))
-    # Values are not read then: beyond the tables tokens stay as they are.
+    # A compiled function does not read the offsets, so tokens beyond the tables stay unchanged.
     far = compiled(x, cos, sin, seqlen_offsets=torch.tensor([38, 40]))
     assert torch.equal(far[0, :2], apply_rotary_emb(x[:1, :2], cos, sin, seqlen_offsets=38)[0])
     assert torch.equal(far[0, 2:], x[0, 2:]) and torch.equal(far[1], x[1])

@@ -1,4 +1,4 @@
-"""What is made of compute-sanitizer's answers; it runs on a GPU only."""
+"""How the tool handles compute-sanitizer's answers; compute-sanitizer itself needs a GPU."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ def run(tmp_path, monkeypatch):
         place.write_text(STAND_IN.format(**words))
         place.chmod(0o755)
         monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-        # Put back what main() sets.
+        # main() sets this variable; monkeypatch restores it.
         monkeypatch.setenv("PYTORCH_NO_CUDA_MEMORY_CACHING", "1")
-        monkeypatch.setattr(sanitize, "build_missing", lambda: None)  # for the GPU that is not here
+        monkeypatch.setattr(sanitize, "build_missing", lambda: None)  # there is no GPU to build for
         return sanitize.main(["--out", str(tmp_path / "out"), *arguments])
 
     return run
@@ -76,7 +76,7 @@ def test_without_the_tool_it_says_so(monkeypatch, tmp_path):
 
 
 def test_planted_fault_has_no_memory(monkeypatch):
-    """The kernel is given addresses of a whole log-sum-exp, of which one value has memory."""
+    """The kernel gets the strides of a whole log-sum-exp, but memory for only one value of it."""
     monkeypatch.setattr(torch.Tensor, "cuda", lambda x: x)
     b, h, seqlen_q, d = 2, 3, 5, 32
     lse = sanitize.planted_lse(b, h, seqlen_q)
@@ -114,7 +114,7 @@ def test_backwards_that_are_not_chosen_are_launched_too():
 @pytest.mark.parametrize("varlen", [False, True])
 @pytest.mark.parametrize("scored", [False, True])
 def test_what_a_launch_of_a_backward_asks_for(scored, varlen, deterministic, monkeypatch):
-    """The operator of the CPU has the gradients here, which are checked as a kernel's are."""
+    """The CPU's operator computes the gradients here; they are checked like those of a kernel."""
     config = sm90_bwd_config("bf16", 192, "causal")
     config = bwd_with_options(config, scored, scored, scored, varlen)
     monkeypatch.setattr(torch.Tensor, "cuda", lambda x: x)

@@ -1,4 +1,4 @@
-"""What travels in a wheel and in a source distribution, and that it works outside the checkout."""
+"""The contents of a wheel and of a source distribution, and their use outside the checkout."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def tracked(*folders: str) -> set[str]:
-    """The files that git knows or would add."""
+    """Returns the files that git tracks or would add."""
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", *folders]
     try:
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
@@ -34,11 +34,11 @@ def setup(*arguments) -> None:
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory):
-    """The package as a wheel holds it."""
+    """Builds the package as a wheel has it; returns its folder."""
     if not (ROOT / "third_party" / "cutlass").is_dir():
         pytest.skip("CUTLASS's headers are not there: python third_party/fetch_cutlass.py")
     folder = tmp_path_factory.mktemp("wheel")
-    # All that setuptools writes goes here, its record of the package's metadata included.
+    # setuptools writes everything into this folder, including the package's metadata.
     metadata = ("egg_info", "--egg-base", folder)
     setup(*metadata, "build", "--build-base", folder, "--build-lib", folder / "lib")
     return folder / "lib"
@@ -81,7 +81,7 @@ def test_a_wrong_variable_ends_the_installation_with_a_message(name, value, tmp_
 
 @pytest.mark.parametrize("version", ["65.5.0", "76.1.0"])
 def test_an_old_setuptools_ends_the_installation_with_a_message(version, tmp_path):
-    """As a fresh environment of Python 3.11 has it, of which --no-build-isolation makes use."""
+    """A fresh environment of Python 3.11 has an old setuptools, which --no-build-isolation uses."""
     (tmp_path / "setuptools.py").write_text(f'__version__ = "{version}"\n')
     done = subprocess.run(
         [sys.executable, "setup.py", "bdist_wheel"],
@@ -113,7 +113,7 @@ def test_a_wheel_holds_kernels_and_simulator(installed):
 
 
 def test_a_build_holds_nothing_of_an_earlier_one(tmp_path):
-    """setuptools keeps build/lib, with modules that were deleted since."""
+    """setuptools keeps build/lib with modules that were deleted after an earlier build."""
     if not (ROOT / "third_party" / "cutlass").is_dir():
         pytest.skip("CUTLASS's headers are not there: python third_party/fetch_cutlass.py")
     package = tmp_path / "lib" / "flashcute"
@@ -139,7 +139,7 @@ def test_an_installed_package_describes_itself(run, installed):
 
 
 def test_the_simulator_runs_from_an_installed_package(run):
-    """In the user's cache, so that only the first run on changed sources compiles."""
+    """The test uses the user's cache, so that only the first run on changed sources compiles."""
     try:
         toolchain.find_host_compiler()
         toolchain.find_cuda_headers()

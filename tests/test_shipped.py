@@ -1,4 +1,4 @@
-"""What the commonest calls use is prebuilt, and every kernel that is prebuilt has its file."""
+"""The kernels of the commonest calls are prebuilt, and every prebuilt kernel has its file."""
 
 from __future__ import annotations
 
@@ -72,6 +72,6 @@ def test_the_command_that_builds_a_kernel():
     dense = heuristics.sm90_configs("fp16", 64, True)[0]
     chosen = "--pass fwd --head-dim 64 --dtype fp16 --causal yes --target 90"
     assert kernels.build_arguments(dense, "90") == chosen
-    # Built on first use alone.
+    # This kernel does not ship; it is built when it is first used.
     other = dataclasses.replace(of_calls, dtype="fp16")
     assert kernels.build_arguments(other, "90") == ""

@@ -1,11 +1,12 @@
 """Every kernel that ships compiles for an H100/H200, without spills and arrays in local memory, and
-a Hopper kernel into the instructions that it was written for. So do those of Hopper's backward that
-do not ship, most of them before a GPU has run them: there some faults would show as a hang.
+a Hopper kernel compiles into the instructions that it was written for. The tests also cover kernels
+of Hopper's backward that do not ship. Most of these have not run on a GPU yet, where some faults
+would show as a hang.
 
-With ``--all`` each is compiled as it is committed. Without, those of one pass, class and head
-dimension are compiled together: they share nearly all of what the compiler's front end does, so of
-forwards the first takes 37 s and each other one 8 s. The host's code, which describes and launches
-a kernel and is a quarter of the time, is compiled for some of them."""
+With ``--all`` each kernel is compiled as it is committed. Without it, kernels of one pass, class
+and head dimension are compiled together: they share nearly all of the work of the compiler's front
+end, so that the first forward takes 37 s and each other one 8 s. The host's code, which describes
+and launches a kernel and takes a quarter of the time, is compiled for some of them only."""
 
 from __future__ import annotations
 
@@ -60,8 +61,8 @@ def config_of_cache(head_dim, seqlen_q, page_size):
     return config
 
 
-# Of kernels that do not ship some whose merge of parts has spilled: two CTAs share an SM, or O
-# takes the registers. Head dimension, queries, page size.
+# (head dimension, queries, page size) of kernels that do not ship and whose merge of parts has
+# spilled, because two CTAs share an SM or O takes the registers.
 CACHES = [(64, 4, 0), (256, 1, 0)] + [(64, 1, 0), (192, 1, 16), (96, 1, 16)] * tiers.everything
 CACHES = [config_of_cache(*cache) for cache in CACHES]
 
@@ -72,8 +73,8 @@ def ragged_with_options(fused, dtype, head_dim, mask, *options):
     return bwd_with_options(config, *options, varlen=True)
 
 
-# Of the ragged backwards with options, which do not ship, seven that have spilled: fused, dtype,
-# head dimension, mask, softcap, ALiBi and dropout.
+# Seven ragged backwards with options that have spilled; none of them ships. The arguments are
+# fused, dtype, head dimension, mask, softcap, ALiBi and dropout.
 OF_OPTIONS = [
     ragged_with_options(False, "bf16", 64, "causal", True, True, True),
     ragged_with_options(True, "fp16", 256, "local", False, False, False),
@@ -94,8 +95,8 @@ def compiler():
         pytest.skip(f"no CUDA compiler: {error}")
 
 
-# What is compiled with the host's code: of each pass and class the kernels of one head dimension,
-# and of a second one where two CTAs share a tile of keys.
+# The (pass, class, head dimension) whose kernels are compiled with the host's code: one for each
+# pass and class, and a second one where two CTAs share a tile of keys.
 WITH_HOST_CODE = (
     *(("fwd", 80, 64), ("fwd", 90, 64), ("bwd", 80, 128)),
     *(("bwd", 90, 64), ("bwd", 90, 256)),
@@ -107,7 +108,7 @@ def has_host_code(config):
 
 
 def unit_of(configs):
-    """The shared object of a kernel as it ships, or what several compiled together are."""
+    """Returns the unit of a kernel as it ships, or one unit for several kernels."""
     unit = kernels.kernel_unit(configs[0], TARGET)
     unit = unit if has_host_code(configs[0]) else without_host_code(unit)
     if len(configs) == 1:
@@ -120,8 +121,10 @@ def unit_of(configs):
 
 @pytest.fixture(scope="module")
 def built(compiler):
-    """From each kernel to what it was compiled to, and the function in it that describes it. The
-    cache keeps what has not changed."""
+    """Returns, for each kernel, the result of its build and the function that describes it.
+
+    The cache keeps kernels that have not changed.
+    """
     groups = {}
     for config in dict.fromkeys((*COVERED.values(), *CACHES, *OF_OPTIONS)):
         alike = (config.kind, config.arch, config.head_dim)
@@ -136,7 +139,7 @@ def built(compiler):
     }
 
 
-# Enumerators and truth values of a configuration, as they are mangled.
+# Enumerators and truth values of a configuration as they are in mangled names.
 _NUMBERS = {
     **{"DType::fp16": "0", "DType::bf16": "1", "false": "0", "true": "1"},
     **{"MaskKind::none": "0", "MaskKind::causal": "1", "MaskKind::local": "2"},
@@ -144,19 +147,19 @@ _NUMBERS = {
 
 
 def numbers_of(config):
-    """A configuration's members in their order."""
+    """Returns a configuration's members in their order, as they are in mangled names."""
     found = re.findall(r"= (?:flash::)?((?:DType|MaskKind)::\w+|\w+)", config.to_cpp())
     return [_NUMBERS.get(value, value) for value in found]
 
 
 def numbers_in(mangled):
-    """The numbers among a kernel's template arguments, those of its configuration first."""
+    """Returns the numbers among a kernel's template arguments, those of its configuration first."""
     return re.findall(r"L(?:[a-z]|N\w+?E|S\w?_)(\d+)E", mangled)
 
 
 @pytest.fixture(scope="module")
 def kernels_of(built):
-    """The machine code of all kernels that a configuration launches."""
+    """Returns a function that returns the machine code of all kernels of a configuration."""
     read = {}
 
     def of(config):
@@ -175,12 +178,12 @@ def kernels_of(built):
 
 @pytest.fixture(scope="module")
 def main_kernel(kernels_of):
-    """Of those the kernel with most products."""
+    """Returns a function that returns the configuration's kernel with the most products."""
     return lambda stem: max(kernels_of(COVERED[stem]), key=lambda kernel: kernel.mmas)
 
 
 def launch_bounds(config):
-    """(threads, CTAs per SM) of each attention kernel of a configuration."""
+    """Returns (threads, CTAs per SM) of each attention kernel of a configuration."""
     if config.kind == "fwd":
         return [(config.threads, config.min_ctas)]
     if config.arch == 90:
@@ -189,7 +192,7 @@ def launch_bounds(config):
 
 
 def merges(config):
-    """Whether its CTAs merge the parts of a tile: MergeParts::kCan, of kernels that ship."""
+    """Returns whether a shipped kernel's CTAs merge the parts of a tile: MergeParts::kCan."""
     few = config.kind == "fwd" and config.warps == 4 and config.min_ctas <= 2
     return few and config.mask != "local"
 
@@ -200,7 +203,7 @@ def test_compiles_without_spills(built, kernels_of, stem):
     result, _ = built[config]
     assert result.error is None, result.error
     assert result.artefact.meta["stack_bytes"] == 0
-    # What the configuration promises must hold at once: so many CTAs' registers in one SM's file.
+    # As many CTAs as the configuration promises must fit into an SM's registers and shared memory.
     main = f"flash_{config.kind}_kernel_sm{config.arch}"
     registers = max(x.registers for x in kernels_of(config) if main in x.function.name)
     for threads, min_ctas in launch_bounds(config):
@@ -214,8 +217,10 @@ def test_compiles_without_spills(built, kernels_of, stem):
     ids=lambda c: c.full_name,
 )
 def test_the_sm80_class_compiles_for_the_first_gpus_of_its_kind(config, compiler):
-    """Nothing in it needs a later GPU; its other kernels here are compiled for Hopper. A backward
-    has code and a tile of its own there, as dQ is summed up word by word."""
+    """The sm80 class needs no later GPU, although its other kernels here are compiled for Hopper.
+
+    On these GPUs a backward has its own code and tile, as dQ is summed up word by word.
+    """
     unit = kernels.kernel_unit(config, "80")
     unit = unit if tiers.everything else without_host_code(unit)
     (result,) = build.build_many([unit], compiler)
@@ -231,8 +236,11 @@ def test_ragged_backwards_with_options_do_not_spill(config, built):
 
 
 def test_shared_memory_that_the_host_lays_out_otherwise_is_refused(compiler, tmp_path):
-    """A member without bytes, aligned to more than what is around it: nvcc pads, the host's
-    compiler does not, and its size is what a launch asks for. The simulator has its layout."""
+    """An empty member that is aligned to more than its surroundings is an error.
+
+    nvcc pads for it and the host's compiler does not, but a launch asks for the host's size. The
+    simulator has the host's layout, too.
+    """
     old = "alignas(128) [[no_unique_address]] cute::array<float, kWide ? 0"
     for header in kernel_include_dir().glob("*.h"):
         text = header.read_text()
@@ -274,11 +282,11 @@ def test_the_committed_file_is_what_is_compiled(stem):
 
 @pytest.mark.parametrize("stem", SM90)
 def test_ptxas_gives_nothing_up(built, stem):
-    """C75xx is how ptxas says that it serialises wgmma or ignores setmaxnreg."""
+    """ptxas reports with C75xx that it serialises wgmma or ignores setmaxnreg."""
     result, _ = built[COVERED[stem]]
     assert result.error is None, result.error
     log = result.artefact.meta["log"]
-    assert "Used" in log  # what ptxas printed is there
+    assert "Used" in log  # the log has ptxas' output
     assert not re.findall(r".*(?:\(C7\d{3}\)|wgmma|setmaxnreg|warning).*", log, re.IGNORECASE)
 
 
@@ -288,19 +296,19 @@ def test_registers_are_dealt_anew(main_kernel, stem):
     found = [x for x in kernel.function.instructions if x.opcode.startswith("USETMAXREG")]
     amounts = {x.opcode.split(".")[1]: int(x.operands.split(",")[-1], 16) for x in found}
     assert len(found) == 2 and amounts.keys() == {"DEALLOC", "TRY_ALLOC"}, found
-    # The traits and the simulator count on so many: what fits into an SM, at most 240. The record
-    # of a shared object would have those of its hungriest kernel.
+    # The traits and the simulator assume as many registers as fit into an SM, at most 240. They are
+    # read from the kernel, as the record of a shared object has the most of all its kernels.
     at_launch = kernel.registers
     ((threads, min_ctas),) = launch_bounds(config)
     assert at_launch == min(65536 // (threads * min_ctas) // 8 * 8, 240)
-    # A raise to fewer than that is undefined, and one to more than is left never returns.
+    # To raise the registers to fewer than at launch is undefined, and to more than are left hangs.
     assert amounts["DEALLOC"] < at_launch <= amounts["TRY_ALLOC"]
     given = amounts["TRY_ALLOC"] * (threads - 128) + amounts["DEALLOC"] * 128
     assert given <= at_launch * threads
 
 
 def wgmma_runs(kernel):
-    """Neighbouring wgmma, without a wait between them."""
+    """Returns the runs of wgmma instructions that have no wait between them."""
     code = kernel.function.instructions
     steps = [x for x in code if x.mma_shape or x.opcode.startswith("WARPGROUP.DEPBAR")]
     runs = itertools.groupby(steps, lambda x: x.mma_shape is None)
@@ -308,7 +316,7 @@ def wgmma_runs(kernel):
 
 
 def products(kernel):
-    """(where A is, M, N, K) of each wgmma of :func:`wgmma_runs`."""
+    """Returns (where A is, M, N, K) of each wgmma of :func:`wgmma_runs`."""
     return [
         [("smem" if x.reads_a_from_smem else "registers", *x.mma_shape) for x in run]
         for run in wgmma_runs(kernel)
@@ -319,22 +327,23 @@ def products(kernel):
 def test_products_of_a_backward_are_those_intended_and_never_serialised(main_kernel, stem):
     config = COVERED[stem]
     rows, step, d = config.dkv.rows, config.dkv.step, config.head_dim
-    # K Q^T and V dO^T, the first steps of K and V from registers: kernel_traits_bwd_sm90.h.
+    # K Q^T and V dO^T read the first steps of K and V from registers: kernel_traits_bwd_sm90.h.
     kept = {32: (2, 2), 64: (2, 0), 96: (4, 4), 192: (12, 8)}.get(d, (0, 0))
     kept = (0, 0) if config.dropout or (config.softcap and config.alibi) else kept
     scores = [
         [("registers", 64, step, 16)] * n + [("smem", 64, step, 16)] * (d // 16 - n) for n in kept
     ]
     gradient = [("registers", 64, d, 16)] * (step // 16)  # P^T dO and dS^T Q
-    # P^T dO: mainloop_bwd_64_sm90.h.
+    # P^T dO is in two parts in mainloop_bwd_64_sm90.h.
     in_parts = d <= 64 and not (config.softcap or config.dropout)
     parts = [gradient[:2], gradient[2:]] if in_parts else []
-    # dS K: each warpgroup has 64 rows and all columns, or all rows and half of the columns, in
-    # whole pages of them. Above d = 128 that is half of a CTA's half, at d = 192 32 and 64 of 96,
-    # for the CTA's own keys and then for the other's.
+    # In dS K each warpgroup has 64 rows and all columns, or all rows and half of the columns, in
+    # whole pages of columns. Above d = 128 this is half of a CTA's half (at d = 192 32 and 64 of
+    # 96), for the CTA's own keys and then for the other CTA's.
     columns = {96: (64,), 128: (64,), 192: (32, 64), 256: (64,)}.get(d, (d,))
     dq = [[("smem", 64, n, 16)] * (rows // 16) for n in columns]
-    # At d = 96 dS K is 8 instructions like the 6 of a product of scores.
+    # At d = 96 dS K is 8 instructions that are equal to the 6 of a product of scores, so longer
+    # products are matched first.
     by_length = sorted((*scores, gradient, *dq, *parts), key=len, reverse=True)
     found = []
     for run in products(main_kernel(stem)):
@@ -350,15 +359,15 @@ def test_products_of_a_backward_are_those_intended_and_never_serialised(main_ker
 @pytest.mark.parametrize("stem", [stem for stem in SM90 if COVERED[stem].kind == "fwd"])
 def test_products_are_those_intended_and_never_serialised(main_kernel, stem):
     config = COVERED[stem]
-    # One product: its instructions, each k16 long. S = Q K^T, Q's steps from registers first, the
-    # others from shared memory; O += P V.
+    # A product is a list of instructions with K = 16. S = Q K^T reads Q's first steps from
+    # registers and the others from shared memory. O += P V reads P from registers.
     kept = config.q_in_regs
     qk = [("registers", 64, config.tile_n, 16)] * kept
     qk += [("smem", 64, config.tile_n, 16)] * (config.head_dim // 16 - kept)
     pv = [("registers", 64, config.head_dim, 16)] * (config.tile_n // 16)
     runs = products(main_kernel(stem))
-    # A tile's first Q K^T and last P V stand apart from the loop, in which both follow each other;
-    # a causal kernel has one copy of it with the mask and one without.
+    # A tile's first Q K^T and last P V are outside the loop, in which one follows the other. A
+    # causal kernel has one copy of the loop with the mask and one without.
     for run in runs:
         assert run in (qk, pv, qk + pv), f"a product is interrupted: {run}"
     assert qk in runs and pv in runs and qk + pv in runs
@@ -366,8 +375,8 @@ def test_products_are_those_intended_and_never_serialised(main_kernel, stem):
 
 @pytest.mark.parametrize("stem", [stem for stem in SM90 if COVERED[stem].kind == "fwd"])
 def test_warps_in_different_loops_issue_the_same_wgmma(main_kernel, stem):
-    """A warpgroup's warps may be in the loop that seeks the maximum and in the other one at a time.
-    PTX asks for one instruction that all four execute; it is two of the same words."""
+    """Warps of a warpgroup may be in two loops at a time: the one that seeks the maximum and the
+    other. PTX demands that all four execute the same wgmma; here it is two equal instructions."""
     runs = wgmma_runs(main_kernel(stem))
     runs = [[(x.guard, x.opcode, x.operands) for x in run] for run in runs]
     most = max(map(len, runs))
@@ -377,8 +386,11 @@ def test_warps_in_different_loops_issue_the_same_wgmma(main_kernel, stem):
 
 @pytest.mark.parametrize("stem", [stem for stem in SM90 if merges(COVERED[stem])])
 def test_parts_are_stored_before_they_are_counted_and_read_behind(main_kernel, stem):
-    """The simulator knows no weaker order of memory. add_acq_rel() is a fence of the whole GPU, the
-    addition, and an end to what L1 holds of other CTAs' lines."""
+    """The simulator does not model weak memory order, so the instructions are checked.
+
+    add_acq_rel() is a fence of the whole GPU, the addition, and an invalidation of L1, which may
+    hold lines of other CTAs.
+    """
     code = main_kernel(stem).function.instructions
     code = [x.opcode for x in code if x.opcode.startswith(("MEMBAR.", "ATOMG.", "CCTL."))]
     at = code.index("MEMBAR.ALL.GPU")

@@ -1,4 +1,4 @@
-"""Arguments of ``python -m flashcute sim``; tests/sim/test_tiles.py has what it prints."""
+"""Arguments of ``python -m flashcute sim``; tests/sim/test_tiles.py tests what it prints."""
 
 from __future__ import annotations
 

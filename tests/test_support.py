@@ -17,7 +17,7 @@ from torch._subclasses import FakeTensorMode
 import flashcute
 from flashcute import support
 
-# A value of each argument that asks for the feature: for supports() and for the function.
+# For each argument a value that asks for its feature, from supports() and from the function.
 ASKING = {
     "causal": True,
     "deterministic": True,
@@ -58,7 +58,7 @@ def _call(device: str, argument: str) -> object:
 
 
 def _call_varlen(device: str) -> object:
-    # Meta tensors have shapes without a kernel, so a fake one stands for CUDA.
+    # These shapes have no kernel, which meta tensors do not notice, so fake CUDA tensors are used.
     cuda = device == "meta"
     with FakeTensorMode() if cuda else contextlib.nullcontext():
         given = arguments(VARLEN, "cuda" if cuda else device)
@@ -90,7 +90,7 @@ def test_each_feature_works_or_is_refused_as_the_table_says(feature: support.Fea
         return
     with pytest.raises(NotImplementedError) as raised:
         _call("meta", feature.argument)
-    # The same words in both places.
+    # supports() and the function give the same reason.
     functions = {"cu_seqlens": VARLEN, "block_table": VARLEN, "k_cache": CACHE}
     function = functions.get(arguments_of[0], "flash_attn_func")
     assert str(raised.value) == f"{function}: {answer.reasons[0]}"
@@ -153,7 +153,7 @@ def test_agrees_with_the_call_and_says_the_same(case: Case, asked: dict) -> None
     for device, same_checks in (("cpu", "cpu"), ("cuda", "meta")):
         answer = flashcute.supports(device=device, **asked)
         assert bool(answer) == (case.error_on(same_checks) is None), answer
-        if answer or case.sizes:  # where the call's error is of tensors, not of numbers
+        if answer or case.sizes:  # a call's error names tensors, not sizes
             continue
         function, args, options = case.arguments(same_checks)
         with pytest.raises(case.error_on(same_checks)) as raised:
@@ -161,7 +161,7 @@ def test_agrees_with_the_call_and_says_the_same(case: Case, asked: dict) -> None
         assert f"flash_attn_func: {answer.reasons[0]}" == str(raised.value)
 
 
-# What only supports() is asked with; the call takes it from its tensors.
+# Arguments of supports() alone, which a call takes from its tensors, with wrong values.
 WRONG = [
     *(("head_dim", value) for value in (64.5, "64", None, True, 0, -8, 2**63, 10**5000, [64])),
     *(("num_heads", value) for value in (None, 0, -1, 2.0, "8", torch.tensor(8), 2**70)),

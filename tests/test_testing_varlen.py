@@ -1,4 +1,4 @@
-"""The tolerance rule of ragged batches: what the CPU computes passes, and faults are caught."""
+"""The tolerance rule of ragged batches: results of the CPU pass, and faults are caught."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ CU = torch.tensor([0, 5, 5, 21], dtype=torch.int32)
 
 
 def problem(dtype, seed):
-    """The gradients by name, and the arguments that follow them."""
+    """Returns gradients by name, and the further arguments of check_backward_varlen()."""
     generator = torch.Generator().manual_seed(seed)
     q, k, v, dout = (torch.randn(21, 2, 16, generator=generator, dtype=dtype) for _ in range(4))
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]

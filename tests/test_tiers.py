@@ -1,4 +1,4 @@
-"""What a run without ``--all`` leaves out is covered by what it keeps."""
+"""The kernels that a run without ``--all`` leaves out are covered by those that it keeps."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_every_forward_over_pages_in_the_sm90_class_is_covered():
 
 
 def test_of_backwards_that_do_not_ship_each_main_loop_is_covered():
-    """Of ragged batches, and with options."""
+    """These are backwards of ragged batches, and backwards with options."""
     covered = [config for config in KERNELS.values() if tiers.covers(config)]
     covered = [config for config in covered if config not in shipped.instantiations().values()]
     assert {config.full_name for config in covered} == tiers._UNSHIPPED

@@ -1,4 +1,4 @@
-"""Which CTA computes which tile, and when: the scheduler's own code, called on the CPU."""
+"""Which CTA computes which tile, and when, by the scheduler's own code, called on the CPU."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CASES = Path(__file__).parent / "tile_scheduler_cases.cpp"
 
 
 class WorkTile(ctypes.Structure):
-    """``flash::WorkTile``."""
+    """The mirror of ``flash::WorkTile``."""
 
     _fields_ = [
         (name, ctypes.c_int)
@@ -34,7 +34,7 @@ class WorkTile(ctypes.Structure):
 
 
 def compiled(cases: Path, configs: str) -> ctypes.CDLL:
-    """The functions of a file of cases, which the text of its configurations precedes."""
+    """Compiles a file of cases behind the text of its configurations; returns its functions."""
     cuda = toolchain.find_cuda_headers()
     unit = build.Unit(
         name=cases.stem,
@@ -92,7 +92,7 @@ def every_tile(params):
 
 
 def places(params, answer):
-    """(m_block, head, batch) of every index, in order."""
+    """Returns (m_block, head, batch) of every index, in order."""
     count = params.b * grid_heads(params) * m_blocks(params)
     return [(t.m_block, t.head, t.batch) for t in map(answer, range(count))]
 
@@ -101,7 +101,7 @@ def batch_head(params, place):
     return place[2] * grid_heads(params) + place[1]
 
 
-# One tile; rows of one head; grouped heads; one key head; odd numbers of everything.
+# One tile, one head, grouped heads, one key head, odd sizes, and packed heads.
 PROBLEMS = [
     problem(1, 1, 1, 1),
     problem(1, 1, 1, 9 * CAUSAL.tile_m),
@@ -147,7 +147,7 @@ def test_every_tile_once_in_groups(lib, params, group):
 @pytest.mark.parametrize("lengths", [(1, 5), (300, 300), (129, 700), (700, 129), (64, 0), (40, 1)])
 @pytest.mark.parametrize("heads", [(4, 4, False), (6, 2, False), (8, 2, True), (10, 2, True)])
 def test_a_tile_visits_every_key_that_a_row_sees(lib, causal, lengths, heads):
-    """Against visibility written out: the reference counts positions, not tiles."""
+    """The expected visibility is computed from positions, not from tiles."""
     h, h_k, packed = heads
     params = problem(2, h, h_k, *lengths, packed=packed)
     ratio, (seqlen_q, seqlen_k) = h // h_k, lengths
@@ -168,7 +168,7 @@ def test_a_tile_visits_every_key_that_a_row_sees(lib, causal, lengths, heads):
 
 
 def test_indices_near_the_largest_grid(lib):
-    """2^31 - 1 tiles at most: no intermediate product may leave 32 bits."""
+    """There are at most 2^31 - 1 tiles, and no intermediate product may exceed 32 bits."""
     params = problem(1 << 16, 1 << 5, 1, 1023 * CAUSAL.tile_m)
     tiles = lib.num_tiles(ctypes.byref(params))
     assert 2**31 - 2**22 < tiles < 2**31
@@ -193,14 +193,14 @@ def test_groups_fit_the_cache_and_fill_the_last_wave(lib, seqlen_k, heads, d):
     params = problem(b, h, h_k, 1024, seqlen_k, d)
     group = lib.heads_in_group(ctypes.byref(params), 132)
     assert 1 <= group <= b * h
-    # Whole key heads, so that none is read for two groups.
+    # A group has whole key heads, so that no key head is read for two groups.
     ratio = h // h_k
     assert group % ratio == 0
     size = 2 * 2 * seqlen_k * d  # K and V of one head
     l2 = 32 * 2**20
     assert group // ratio * size <= l2 or group == ratio
-    # No more than three waves of tiles, as many key heads as that takes; where they are not all, no
-    # smaller group down to half of that would leave the last one fuller.
+    # A group has as many key heads as three waves of tiles take, if L2 holds them. If these are not
+    # all heads, a group may be smaller, down to half, to make the last group as full as possible.
     tiles = ratio * -(-params.seqlen_q // CAUSAL.tile_m)  # of one key head
     most = max(1, min(l2 // max(size, 1), -(-3 * 132 // tiles)))
     keys = group // ratio
@@ -215,7 +215,7 @@ def test_groups_fit_the_cache_and_fill_the_last_wave(lib, seqlen_k, heads, d):
 @pytest.mark.parametrize("ctas", [1, 2, 7, 132])
 @pytest.mark.parametrize("tiles", [1, 2, 131, 132, 133, 1000])
 def test_every_tile_is_taken_once_in_any_order(lib, tiles, ctas):
-    """In launch after launch on one counter, which is never cleared from outside."""
+    """This holds in one launch after the other on a counter that nothing clears between them."""
     ctas = min(ctas, tiles)
     counter = ctypes.c_uint(0)
     for seed in range(3):

@@ -1,4 +1,4 @@
-"""Which tile of keys comes when in the sm90 class's backward: the scheduler's own code, called on
+"""The order of tiles of keys in the sm90 class's backward, by the scheduler's own code, called on
 the CPU."""
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ KEYS = CAUSAL.dkv.rows
 
 @functools.cache
 def scheduler():
-    """The functions of the cases."""
+    """Compiles the cases; returns their functions."""
     configs = {"kCausal": CAUSAL, "kFull": FULL, "kNarrow": NARROW, "kWindow": WINDOW}
     configs["kWideWindow"] = WIDE_WINDOW
     lines = (f"constexpr flash::BwdConfig {name}{c.to_cpp()};\n" for name, c in configs.items())
@@ -61,7 +61,7 @@ def problem(b, h, h_k, seqlen_q, seqlen_k=None, d=128):
 
 
 def order(lib, params, group):
-    """(m_block, batch and key head as one number) of every index, in order."""
+    """Returns (m_block, batch and key head as one number) of every index, in order."""
     tiles = lib.num_tiles(ctypes.byref(params))
     found = [lib.get_tile(ctypes.byref(params), tiles, group, i) for i in range(tiles + 1)]
     assert found.pop().m_block == -1
@@ -98,7 +98,7 @@ def test_longest_tiles_first_in_groups_of_which_the_first_may_be_smaller(lib, pa
 
 
 def test_indices_near_the_largest_grid(lib):
-    """2^31 - 1 tiles at most: no intermediate product may leave 32 bits."""
+    """There are at most 2^31 - 1 tiles, and no intermediate product may exceed 32 bits."""
     params = problem(1 << 16, 1 << 5, 1 << 5, KEYS, 1023 * KEYS)
     tiles = lib.num_tiles(ctypes.byref(params))
     assert 2**31 - 2**22 < tiles < 2**31
@@ -175,7 +175,7 @@ def test_first_tiles_that_store_under_a_window(lib, heads_k, window, narrow, wid
 
 
 def test_some_head_is_scheduled_under_every_window(lib):
-    """None would say that CTAs own heads."""
+    """A group of no heads would mean that CTAs own whole heads."""
     sizes = [2**i + j for i in range(0, 19, 3) for j in (-1, 0, 1)]
     for ratio, seqlen, left, workers in itertools.product(
         (1, 2, 4, 5, 8, 16), sizes[1:], sizes, (1, 16, 66, 132)
@@ -202,7 +202,7 @@ def test_groups_of_long_heads_are_of_one_size_and_two_or_four_waves(lib, seqlen,
 
 
 def steps(lib, params, index, window=False):
-    """Blocks of queries that a tile visits, and for which query head, in order."""
+    """Returns (block of queries, query head) of each step of a tile, in order."""
     most = params.h_h_k_ratio * (params.seqlen_q // CAUSAL.dkv.step + 1)
     heads, blocks = (ctypes.c_int * most)(), (ctypes.c_int * most)()
     count = lib.steps(ctypes.byref(params), window, index, heads, blocks)
@@ -214,7 +214,7 @@ def steps(lib, params, index, window=False):
 @pytest.mark.parametrize("ratio", [1, 3])
 @pytest.mark.parametrize("ordered", [0, 1])
 def test_short_tiles_of_long_heads_begin_at_the_diagonal(lib, seqlens, ratio, ordered):
-    """Blocks of all query heads one after the other, in each tile from one end to the other."""
+    """A tile visits a block of queries for all query heads, then the next one, in one direction."""
     params = problem(1, ratio, 1, *seqlens)
     params.deterministic = ordered
     seqlen_q, seqlen_k = seqlens
@@ -270,31 +270,33 @@ def test_heads_are_owned_where_they_are_short_and_fill_the_sms(lib):
         params = problem(b, h, h_k, seqlen_q, seqlen_k, d)
         return lib.owns_heads(ctypes.byref(params), sms, or_stores, d)
 
-    # 132 heads of d = 128, a wave, of one tile of keys, or of two for queries that need 8 MB.
+    # 132 heads of d = 128 are a wave. They have one tile of keys, or two if the sums of dQ need at
+    # most 8 MB.
     assert all(owns(12, 11, 11, s) for s in (1, 128)) and not owns(12, 11, 11, 256)
     assert owns(12, 11, 11, 128, 256) and not owns(12, 11, 11, 128, 257)
     assert owns(12, 22, 11, 128) and not owns(12, 22, 11, 128, 256)  # two query heads a key head
-    # A second wave of 33 heads where tiles need less.
+    # Owned heads would need a second wave for 33 heads, and tiles less.
     assert not owns(15, 11, 11, 128, 256)
     assert owns(15, 11, 11, 128), "a head is a tile"
     assert owns(24, 11, 11, 128, 256)
-    # 288 heads of two tiles: six for an SM that owns three heads, else five. Owned where adding to
-    # zeros is what else there is, not where first tiles could store dQ.
+    # Of 288 heads with two tiles each an SM computes six tiles if it owns heads, else five. Heads
+    # are owned if the alternative is to add to zeros, but not if first tiles could store dQ.
     assert not owns(24, 12, 12, 128, 256) and owns(24, 12, 12, 128, 256, or_stores=False)
-    # Of d = 32 sums of up to 8 MB, under a causal mask less than twice: an SM's share is 63 KB.
+    # With d = 32 the sums of dQ, times the tiles that add to each, may have 8 MB, 63 KB an SM. With
+    # a causal mask and two tiles of keys, fewer than two tiles add to each sum on average.
     assert owns(12, 11, 11, 256, d=32) and not owns(12, 11, 11, 384, d=32)
     assert owns(12, 11, 11, 384, d=32, or_stores=False)
-    # Few heads: their tiles fill SMs that whole heads would leave idle.
+    # With few heads their tiles fill SMs that owned heads would leave idle.
     assert owns(1, 1, 1, 128) and not owns(1, 1, 1, 128, 256)
     assert not owns(12, 11, 11, 128, 0), "there is no tile"
     assert not owns(12, 11, 11, 2**31 - 128, 2**31 - 128), "no product leaves 64 bits"
     many = 1 << 10, 1 << 10, 128, 2 * KEYS  # indices go on behind the last tile
     assert owns(1048575, *many) and not owns(1048576, *many)
-    # Long sums take long, however few heads there are.
+    # Long sums of dQ take long, even of few heads.
     assert owns(1, 1, 1, 256, 77) and not owns(1, 1, 1, 384, 77)
     assert not owns(1, 64, 1, 128) and owns(1, 2, 1, 128)
-    # Longer ones where first tiles do not store dQ instead: up to two blocks of keys under a causal
-    # mask, as with three the sums of 384 rows, 25 MB, would be added to twice on average.
+    # Sums may be longer if first tiles do not store dQ instead: up to two blocks of keys with a
+    # causal mask, as with three blocks the sums of 384 rows, 25 MB, are added to twice on average.
     assert owns(12, 11, 11, 256, or_stores=False) and not owns(12, 11, 11, 384, or_stores=False)
     assert owns(1, 1, 1, 640, 77, or_stores=False) and not owns(1, 1, 1, 768, 77, or_stores=False)
 
@@ -325,9 +327,9 @@ def test_groups_where_first_tiles_store_dq_without_a_mask(lib, seqlen, heads):
     assert full == min(-(-3 * 132 // (4 * tiles)), heads)
 
 
-# b, h, h_k, seqlen_q, seqlen_k, CTAs or clusters, whether clusters: of tiles of 4096 queries a few
-# are left, then most of a wave; fewer visits than workers; query heads that share keys; fewer tiles
-# than workers; fewer counters than those.
+# (b, h, h_k, seqlen_q, seqlen_k, number of CTAs or clusters, whether clusters). The last wave has a
+# few tiles of 4096 queries, or is nearly full. Other cases have fewer visits than workers, query
+# heads that share keys, fewer tiles than workers, and fewer counters than workers.
 SHARED = [
     (4, 16, 16, 4096, 4096, 132, False),
     (1, 12, 12, 4100, 3000, 132, False),
@@ -346,7 +348,7 @@ SHARED = [
 
 
 class SharedPiece(ctypes.Structure):
-    """``flash::SharedPiece``."""
+    """The mirror of ``flash::SharedPiece``."""
 
     _fields_ = [(name, ctypes.c_int) for name in ("tile", "begin", "count", "part")]
 
@@ -373,10 +375,10 @@ def test_shared_tiles_are_computed_once_in_ranges_of_one_length(lib, shape):
         pieces = pieces_of(lib, params, workers, clusters, rest, worker)
         assert len(pieces) <= 2
         works.append(sum(piece.count for piece in pieces))
-        # Of the tile that ends with another worker first, as that one waits.
+        # The piece of a tile that another worker completes comes first, as that worker awaits it.
         assert [piece.part < 0 for piece in pieces] in ([], [True], [False], [True, False])
         for piece in pieces:
-            # One after the other, downwards from the last block.
+            # Pieces follow each other downwards from the last block.
             assert piece.count > 0
             assert piece.begin + piece.count == visits.get(piece.tile, each)
             visits[piece.tile] = piece.begin
@@ -416,7 +418,7 @@ def test_tiles_are_shared_where_that_saves_steps(lib):
     )
     assert shared(1, 133, 133, 4096, KEYS, dk_ptr=None) == 0
     assert shared(1, 133, 133, 4096, KEYS, dq_semaphore_ptr=None) == 0
-    # A counter for each CTA lies where semaphores of dQ would.
+    # The CTAs' counters lie where semaphores of dQ would, so there must be enough of these.
     assert shared(1, 1, 1, 100 * SEMAPHORE_ROWS, 232 * KEYS) == 0
     assert shared(1, 1, 1, 132 * SEMAPHORE_ROWS, 232 * KEYS) == 100
     most = shared(1 << 12, 1 << 12, 1 << 12, 1 << 20, 100 * KEYS)
@@ -425,7 +427,7 @@ def test_tiles_are_shared_where_that_saves_steps(lib):
 
 @pytest.mark.parametrize("seed", range(20))
 def test_tiles_of_a_window_that_visit_a_block_follow_each_other(lib, seed):
-    """From the first one on, which each of them computes to wait for those before it alone."""
+    """They follow the first visitor, which a tile computes to wait only for the tiles before it."""
     rng = random.Random(seed)
     seen = 0
     for _ in range(100):
@@ -456,7 +458,7 @@ def ragged_group(lib, mask, b, h_k, seqlen, ratio=4, longest=None, **changed):
 
 
 def test_short_sequences_of_a_ragged_batch_come_with_all_heads_one_after_the_other(lib):
-    """Of long ones under a causal mask as many heads as have a wave of tiles, or two, come."""
+    """Groups of long sequences have, with a causal mask, the heads of one or two waves of tiles."""
     for b, seqlen in ((1, 1), (1, 1024), (64, 500), (16, 1024)):
         for mask in ("causal", "local"):
             assert ragged_group(lib, mask, b, 16, seqlen) == -16
@@ -471,7 +473,7 @@ def test_short_sequences_of_a_ragged_batch_come_with_all_heads_one_after_the_oth
 
 @pytest.mark.parametrize(("h_k", "group", "tiles"), [(1, 1, 1), (8, 8, 5), (7, 3, 4), (5, 4, 1)])
 def test_tiles_of_a_ragged_batch_come_group_after_group_of_heads(lib, h_k, group, tiles):
-    """Also where the last group has fewer heads; the heads of a tile are neighbours."""
+    """Heads of a tile follow each other. The last group may have fewer heads."""
     params = problem(1, 2 * h_k, h_k, 1)
     of_call = ctypes.byref(params)
     count = tiles * h_k
@@ -484,7 +486,7 @@ def test_tiles_of_a_ragged_batch_come_group_after_group_of_heads(lib, h_k, group
 
 
 def test_sequences_whose_tiles_keep_their_order_come_one_after_the_other(lib):
-    """With as many heads as L2 holds, but at least as many as keep the workers busy."""
+    """A sequence has as many heads at a time as L2 holds, and enough to keep the workers busy."""
 
     def group(mask, h_k, seqlen, **sizes):
         return -ragged_group(lib, mask, 4, h_k, seqlen, deterministic=1, **sizes)

@@ -25,7 +25,7 @@ def test_chosen_are_the_fastest_or_nearly() -> None:
 
 
 def test_a_worse_choice_is_seen(monkeypatch) -> None:
-    """With one speed for all, work alone decides."""
+    """If all tiles have the same speed, the amount of work alone decides, which is worse."""
     equal = {
         key: tuple(dataclasses.replace(tile, speed=100) for tile in tiles)
         for key, tiles in heuristics._SM90_TILES.items()
@@ -35,7 +35,7 @@ def test_a_worse_choice_is_seen(monkeypatch) -> None:
 
 
 def test_fit_finds_the_speeds_that_made_the_times(monkeypatch, tmp_path) -> None:
-    """Times made of the model: the fit is what they were made of."""
+    """The times are made with the model from one speed, which the fit must find."""
     rows = []
     for problem in tile_times.problems():
         us = {}

@@ -1,4 +1,4 @@
-"""examples/train_gpt.py on the CPU: what it trains, and that it notices a wrong attention."""
+"""examples/train_gpt.py on the CPU: its trainings, and that it notices a wrong attention."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TINY += ("--sequence", "16", "--batch", "4")
 
 @pytest.fixture(autouse=True)
 def one_thread():
-    """The model is too small for more."""
+    """Sets one thread, as the model is too small for more."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -104,7 +104,7 @@ def test_two_processes_train_as_one(tmp_path, capfd):
     assert made["passed"] and made["settings"]["processes"] == 2
     assert list(made["runs"]) == list(train_gpt.RUNS)
     curves = {name: tuple(run["losses"]) for name, run in made["runs"].items()}
-    assert len(set(curves.values())) > 3  # they are trainings of their own
+    assert len(set(curves.values())) > 3  # the trainings differ
     for losses in curves.values():
         assert losses == pytest.approx(curves["sdpa"], abs=2e-3)
     printed = capfd.readouterr()

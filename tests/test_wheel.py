@@ -1,4 +1,4 @@
-"""Both wheels, with kernels and without, made, installed in a clean environment and used there."""
+"""Wheels with and without kernels are made, installed in a clean environment and used there."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.skipif(
 
 
 class Clean:
-    """An environment of its own: the wheel, and behind it torch and what it needs."""
+    """A virtual environment with the wheel; torch and its dependencies come from this one."""
 
     def __init__(self, folder: Path, wheel: Path):
         venv.create(folder, with_pip=False)
@@ -41,7 +41,7 @@ class Clean:
         (self.home / "torch.pth").write_text(str(Path(torch.__file__).parents[1]))
 
     def run(self, *command, **variables) -> tuple[int, str, str]:
-        """Status, output and errors of a command in an empty home."""
+        """Runs a command in an empty home; returns its status, output and errors."""
         taken = ("FLASHCUTE_", "PYTHON", "XDG_", "CUDA_HOME", "CXX")
         environment = {k: v for k, v in os.environ.items() if not k.startswith(taken)}
         done = subprocess.run(
@@ -76,7 +76,7 @@ def test_a_wheel_without_kernels_is_used(tmp_path):
     assert said == "" and "CUTLASS  CUTLASS 4" in printed
 
 
-# Of all kernels that `make wheel` builds, by target: some that tests compile anyway.
+# By target, some of the kernels that `make wheel` builds; other tests compile them anyway.
 FEW = {
     "80": {"flash_fwd_hdim64_bf16_causal_sm80_128x64_w4_s2_qreg_c2"},
     "90": {
@@ -86,7 +86,7 @@ FEW = {
     },
 }
 
-# As if no others shipped.
+# Makes a process behave as if only the kernels of FEW shipped.
 SHIP_FEW = f"""
 from flashcute import shipped
 
@@ -112,7 +112,7 @@ def test_few_kernels_are_some_that_tests_compile_anyway():
 
 @pytest.fixture(scope="module")
 def prebuilt(tmp_path_factory):
-    """The wheel that ``make wheel`` makes of the committed files, but of few kernels."""
+    """Returns a wheel of the committed files, made by ``make wheel`` with few kernels."""
     for name in ("make", "objdump"):
         if shutil.which(name) is None:
             pytest.skip(f"{name} is not there")
@@ -128,7 +128,7 @@ def prebuilt(tmp_path_factory):
         shutil.copy2(ROOT / name, checkout / name)
     (checkout / "third_party" / "cutlass").symlink_to(ROOT / "third_party" / "cutlass")
     first.mkdir()
-    # Python runs it first in each process; the wheel's files are as they are committed.
+    # Python runs sitecustomize first in each process, so the wheel's files stay as committed.
     build = textwrap.indent(SHIP_FEW, "    ")
     (first / "sitecustomize.py").write_text(f"import sys\nif '--all' in sys.orig_argv:\n{build}")
     done = subprocess.run(
@@ -138,7 +138,7 @@ def prebuilt(tmp_path_factory):
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     (wheel,) = (checkout / "dist").glob("*.whl")
-    assert f"{wheel.relative_to(checkout)}" in done.stdout  # with its size
+    assert f"{wheel.relative_to(checkout)}" in done.stdout  # its size follows
     return wheel
 
 
@@ -147,7 +147,8 @@ def objdump(path: Path, *what: str) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
-# Those of PEP 600's policy that are there on every such system, and torch's beside the binding.
+# Libraries that PEP 600's policy allows and that each such system has. The binding also needs those
+# of torch.
 ALLOWED = {"libc.so.6", "libm.so.6", "libdl.so.2", "librt.so.1", "libpthread.so.0"}
 ALLOWED |= {"libstdc++.so.6", "libgcc_s.so.1", "ld-linux-x86-64.so.2", "ld-linux-aarch64.so.1"}
 OF_TORCH = {"libtorch.so", "libtorch_cpu.so", "libc10.so"}
@@ -163,7 +164,7 @@ def test_what_is_in_a_wheel_with_kernels(prebuilt, tmp_path):
     expected = {folder / f"sm_{t}" / f"{n}.so" for t, names in FEW.items() for n in names}
     assert set(objects) == expected | {folder / "host" / "flash_api.so"}
     for name, path in objects.items():
-        assert "no symbols" in objdump(path, "-t"), name  # but those that are exported
+        assert "no symbols" in objdump(path, "-t"), name  # except exported ones
         text = objdump(path, "-p", "-T")
         needed = set(re.findall(r"NEEDED +(\S+)", text))
         assert needed <= (ALLOWED | OF_TORCH if name.parent.name == "host" else ALLOWED), name
@@ -171,7 +172,7 @@ def test_what_is_in_a_wheel_with_kernels(prebuilt, tmp_path):
         assert max(versions) <= int(tagged[1]), name
         record = json.loads(path.with_suffix(".json").read_text())
         assert record.get("spill_bytes", 0) == 0
-        # Nothing says where it was built.
+        # The files must not contain the folder where they were built.
         for made in (path, path.with_suffix(".json")):
             assert str(ROOT).encode() not in made.read_bytes(), made
     (info,) = tmp_path.glob("*.dist-info")
@@ -187,7 +188,7 @@ def clean(prebuilt, tmp_path_factory):
 
 @pytest.fixture
 def bare(clean):
-    """Variables of a machine without compilers."""
+    """Returns the environment variables of a machine without compilers."""
     return {"CUDA_HOME": str(clean.folder), "CXX": "no-compiler"}
 
 
@@ -250,7 +251,7 @@ def test_what_it_says_of_its_kernels(clean, bare):
         assert f"{clean.home / 'flashcute' / 'prebuilt'} ({objects} shared objects)" in printed
 
 
-# `python -m flashcute doctor` as with other GPUs, in one process.
+# Runs `python -m flashcute doctor` as if the machine had other GPUs, all in one process.
 DOCTOR = f"""
 import os, sys
 from flashcute import __main__, doctor

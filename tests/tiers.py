@@ -1,19 +1,20 @@
-"""Which of the shipped kernels, and of the faults planted into kernels, a run of the tests covers:
-all with ``--all``, else enough of them.
+"""Says which shipped kernels, and which faults planted into kernels, a run of the tests covers.
 
-A kernel of fp16 differs from that of bf16 in its conversions and in the range of P, which no tile
-size changes. So every kernel of bf16 is covered, and of fp16 those of two head dimensions, one with
-a causal mask and one without, in each kernel class. A backward is several kernels, which compile
-for a minute: two head dimensions of bf16 are covered, in the sm80 class dK and dV in one kernel and
-apart, and one kernel for all with two and four warps on a step, in the sm90 class two main loops,
-and one of fp16. Of the kernels of
-:data:`flashcute.shipped.CALLS` one is, and every forward over pages in the sm90 class, as five of
-these once spilled unseen; tests/sim runs more of those that decode. Of the backward of ragged
-batches in the sm90 class, a kernel of each main loop is covered.
+``--all`` covers all of them. Without it:
 
-tests/sim runs what is covered. nvcc takes longer: of two forwards of bf16 that differ in the mask
-alone, it compiles the causal one, which has the other's loop and one more; of fp16 forwards of one
-head dimension, and backwards of the sm90 class; of the sm80 class's forwards three head dimensions.
+- A forward of fp16 differs from that of bf16 in its conversions and in the range of P, which no
+  tile size changes. So every bf16 forward is covered, and in each kernel class the fp16 forwards
+  of two head dimensions, one with a causal mask and one without.
+- A backward is several kernels, which compile for a minute. Two head dimensions of bf16 and one of
+  fp16 are covered. In the sm80 class they have dK and dV in one kernel and in two, and one kernel
+  for all gradients with two and with four warps on a step; in the sm90 class two main loops.
+- One kernel of :data:`flashcute.shipped.CALLS` is covered, and every sm90 forward over pages, as
+  five of these once spilled unseen; tests/sim runs more of the kernels that decode.
+- Of the sm90 class's backward of ragged batches, a kernel of each main loop is covered.
+
+tests/sim runs every covered kernel. As nvcc takes longer, it compiles fewer: of two bf16 forwards
+that differ in the mask alone the causal one, which has the other's loop and one more; of fp16 the
+forwards of one head dimension and the sm90 backwards; of sm80 bf16 forwards three head dimensions.
 """
 
 from __future__ import annotations
@@ -28,15 +29,15 @@ from flashcute.config import BwdConfig, FwdConfig
 everything = False  # set by conftest.py before tests are collected
 
 _FP16 = {(64, "causal"), (128, "none")}
-_NVCC = {(128, "none")}  # of these
-_NVCC_SM80 = (64, 128, 256)  # forwards, whose tiles differ in little
+_NVCC = {(128, "none")}  # the forwards of _FP16 that nvcc compiles
+_NVCC_SM80 = (64, 128, 256)  # head dimensions of forwards, whose tiles differ little
 
 _BACKWARD = {("bf16", 128, "causal"), ("bf16", 192, "none"), ("fp16", 64, "causal")}
 
 _OF_CALLS = {"flash_fwd_hdim256_bf16_local_softcap_sm90_128x64_s2_pp"}
 
-# Of the sm90 class's backward of ragged batches, and with options, most of which is built when it
-# is first used.
+# Backwards of the sm90 class for ragged batches and with options. Most kernels of this kind do not
+# ship: they are built when they are first used.
 _UNSHIPPED = {
     "flash_bwd_hdim96_bf16_causal_varlen_sm90_128x64_s2",
     "flash_bwd_hdim256_bf16_varlen_sm90_64x64_s2",
@@ -48,7 +49,7 @@ _UNSHIPPED = {
 
 
 def covers(config: FwdConfig | BwdConfig) -> bool:
-    """Whether this run covers a kernel that ships or may ship."""
+    """Returns whether this run covers a kernel, which may be one that does not ship."""
     dense = {*heuristics.shipped_configs(), *heuristics.shipped_bwd_configs()}
     if config not in dense:
         pages_on_hopper = config.kind == "fwd" and config.paged and config.arch == 90
@@ -59,7 +60,7 @@ def covers(config: FwdConfig | BwdConfig) -> bool:
 
 
 def compiles(config: FwdConfig | BwdConfig) -> bool:
-    """Whether this run compiles a kernel with nvcc."""
+    """Returns whether this run compiles a kernel with nvcc."""
     if everything or not covers(config):
         return everything
     if config.dtype == "fp16":
@@ -77,9 +78,12 @@ def compiles(config: FwdConfig | BwdConfig) -> bool:
 
 
 def faults(planted: Sequence) -> tuple:
-    """Of the faults planted into kernels those that a checker finds, and every other one of those
-    in one file that are found in one way: each is a kernel to compile, and says what the tests
-    find, not what the kernels do."""
+    """Returns the planted faults that this run covers.
+
+    These are all faults that a checker finds, and of the others every second one of those in the
+    same file with the same finder: each is a kernel to compile, and it shows what the tests find,
+    not what the kernels do.
+    """
     seen: Counter[tuple[str, str]] = Counter()
     kept = []
     for fault in planted:
@@ -91,5 +95,5 @@ def faults(planted: Sequence) -> tuple:
 
 
 def shipped_configs(arch: int | None = None) -> list[FwdConfig]:
-    """Those of :func:`flashcute.heuristics.shipped_configs` that this run covers."""
+    """Returns the kernels of :func:`flashcute.heuristics.shipped_configs` that this run covers."""
     return [config for config in heuristics.shipped_configs(arch) if covers(config)]

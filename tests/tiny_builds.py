@@ -1,6 +1,6 @@
-"""A C++ file small enough to build often, a compiler that counts its runs, and an empty cache.
+"""A C++ unit that is small enough to build often, and a compiler that counts its runs.
 
-The unit, the compiler and the cache folder are the only things that differ from a kernel's build.
+Builds differ from a kernel's only in the unit, the compiler and the cache folder.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from flashcute.jit.toolchain import Compiler
 
 ROOT = Path(__file__).resolve().parents[1]
 
-# Counts its runs in a file; sleeps first where the test says so, with the run already counted.
+# Counts its run in a file, then sleeps for TEST_SLEEP seconds, then compiles.
 _COMPILER = """\
 #!/bin/sh
 [ "$1" = --version ] && exec g++ --version
@@ -26,7 +26,7 @@ sleep "${TEST_SLEEP:-0}"
 exec g++ "$@"
 """
 
-# What one process does: build the unit, load it, print its path and what its function returns.
+# A process runs this: it builds the unit, loads it, and prints its path and its answer().
 _PROCESS = """\
 import ctypes, os, sys, time
 from pathlib import Path
@@ -58,13 +58,13 @@ def counting_compiler(folder: Path) -> Compiler:
 
 
 def answer(path: Path) -> int:
-    """Of the file as it is now: a copy is loaded, as dlopen knows a path it has seen."""
+    """Returns answer() of a shared object; loads a copy, as dlopen does not reload a known path."""
     with tempfile.TemporaryDirectory() as folder:
         return ctypes.CDLL(shutil.copy(path, folder)).answer()
 
 
 def prepare(tmp_path, monkeypatch) -> Path:
-    """A folder with a header, a counting compiler and an empty cache."""
+    """Makes a folder with a header, a counting compiler and an empty cache; returns it."""
     (tmp_path / "include").mkdir()
     (tmp_path / "include" / "answer.h").write_text("constexpr int kAnswer = 42;\n")
     (tmp_path / "compiler").write_text(_COMPILER)
