@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import IO
 
@@ -98,6 +98,25 @@ def _resources(artefact: cache.Artefact) -> tuple[int, int]:
     return artefact.meta["registers"], artefact.meta["spill_bytes"]
 
 
+def _exit(number: int, frame: object) -> None:
+    """Handles a signal by leaving the command as after an error."""
+    sys.exit(128 + number)
+
+
+@contextlib.contextmanager
+def _ends_compilers() -> Iterator[None]:
+    """Ends the compilers of a build when SIGTERM ends the command, which Python alone would not do.
+
+    It is for builds only: a handler runs once the main thread returns from C, which a command that
+    waits for a GPU may not do.
+    """
+    before = signal.signal(signal.SIGTERM, _exit)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def run_build(args: argparse.Namespace) -> int:
     """Builds what the arguments select; returns 1 if anything failed."""
     if not _chooses(args):
@@ -114,7 +133,7 @@ def run_build(args: argparse.Namespace) -> int:
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
-    with Progress(len(specs) + 1) as shown:
+    with _ends_compilers(), Progress(len(specs) + 1) as shown:
         results = [binding.build_binding(shown.finished, shown.running)]
         results += kernels.build_kernels(specs, args.jobs, shown.finished, shown.running)
     if folder is not None:
@@ -408,11 +427,5 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
 
 
-def _exit(number: int, frame: object) -> None:
-    """Handles a signal: Python's own handling would leave the compilers of a build running."""
-    sys.exit(128 + number)
-
-
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, _exit)
     sys.exit(main())

@@ -436,8 +436,10 @@ def test_a_terminated_build_ends_its_compilers(tmp_path):
         stderr=subprocess.PIPE,
         text=True,
     )
+    deadline = time.monotonic() + 120
     while not started.exists():
         assert process.poll() is None, process.stderr.read()
+        assert time.monotonic() < deadline
         time.sleep(0.01)
     pid = int(started.read_text())
     process.terminate()
