@@ -349,7 +349,7 @@ def check_splits(fn: str, num_splits) -> int:
 def apart(fn: str, t: Tensors) -> Tensors:
     """Returns ``t`` for an append, after checking that the caches can be written. New tokens whose
     memory is part of a cache are copied; on the CPU queries, too, as they are read after the new
-    tokens are written."""
+    tokens are written. On CUDA queries that are part of a cache are not found."""
     for name in ("k_cache", "v_cache"):
         if getattr(t, name).is_inference() and not torch.is_inference_mode_enabled():
             raise ValueError(

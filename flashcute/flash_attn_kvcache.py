@@ -98,7 +98,7 @@ def flash_attn_with_kvcache(
     not defined; pages that are only read may be shared.
 
     Args:
-        q: (b, seqlen_q, h, head_dim).
+        q: (b, seqlen_q, h, head_dim). On CUDA it must not lie in a cache that is appended to.
         k_cache: (batch_cache, seqlen_cache, h_k, head_dim), or with a block_table
             (num_pages, page_size, h_k, head_dim), of any page_size from 1 on; of q's dtype and
             device; h is a multiple of h_k. Any strides.

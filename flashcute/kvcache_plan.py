@@ -198,7 +198,10 @@ class KVCachePlan:
         if k is not None and not ops_kvcache.may_write(k_cache, v_cache):
             return None
         if t.sinks is not None:
-            t = t._replace(sinks=t.sinks.float().contiguous())
+            sinks = t.sinks.float().contiguous()
+            if sinks is not t.sinks and _current_capture():
+                return None  # a copy in a capture has not run; a later call makes the plan
+            t = t._replace(sinks=sinks)
         o = ops_kvcache.bounded(o)
         ops.ensure_loaded(q)
         args = *t[:3], *t[7:11], *o[:4], t.sinks, o.softcap, t.alibi_slopes, o.num_splits

@@ -447,12 +447,15 @@ def test_one_plan_and_one_graph_serve_layers_and_growing_sequences(
         plan(q, *layers[0])
 
 
-def test_every_graph_of_a_plan_lays_out_its_tiles(kernel_class: str) -> None:
+@pytest.mark.parametrize("sinks", [None, torch.float32, torch.bfloat16])
+def test_every_graph_of_a_plan_lays_out_its_tiles(kernel_class: str, sinks) -> None:
     """The first graph never runs. Calls between replays have the lengths that the replays leave."""
     cache, table = pages_of((200,) * 300, 16)
     q = torch.randn(300, 1, 8, 128, device="cuda", dtype=torch.bfloat16)
     used = torch.arange(300, device="cuda").int() % 190
     options = {"cache_seqlens": used, "block_table": table}
+    if sinks is not None:
+        options["sinks"] = torch.randn(8, device="cuda").to(sinks)
     flash_attn_with_kvcache(q, *cache, **options)
     torch.cuda.synchronize()
     plan = KVCachePlan(**options)
