@@ -25,6 +25,7 @@ from .flash_attn_kvcache import (
 from .ops_kvcache import is_eager
 
 _FN = "KVCachePlan"
+_HAS_CUDA = torch.backends.cuda.is_built()  # else torch has no streams to ask
 _NAMES = "q", "k_cache", "v_cache", "k", "v"
 
 
@@ -221,7 +222,7 @@ class KVCachePlan:
 
 def _current_capture() -> int:
     """Returns the number, unique in the process, of the current stream's capture; 0: none."""
-    if not torch.cuda.is_current_stream_capturing():
+    if not (_HAS_CUDA and torch.cuda.is_current_stream_capturing()):
         return 0
     status, number = ctypes.c_int(), ctypes.c_uint64()
     stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)

@@ -80,7 +80,10 @@ def enough_heads(
       exceed that of the largest error in 1 of 300 draws with 1,024 heads; with 4,096 heads they
       exceed neither in 300.
     """
-    roundings = h_k * sum(math.prod(pair) / 256 if alike else min(pair) for pair in lengths)
+    pairs = list(lengths)
+    roundings = h_k * sum(map(min, pairs))
+    if alike:
+        roundings = min(roundings, h_k * sum(map(math.prod, pairs)) / 256)
     times = math.ceil(ROUNDINGS / roundings) if roundings else 1
     return times * h, times * h_k
 
