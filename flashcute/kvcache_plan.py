@@ -72,7 +72,8 @@ class KVCachePlan:
             cache_seqlens: int32 (b,): how many tokens each sequence has before a call appends to
                 it; None, only if calls append nothing, for all of the cache.
             rotary_cos: For calls that append, as are rotary_sin and rotary_interleaved.
-            sinks: If they are not contiguous and float32, the first call on CUDA copies them.
+            sinks: If they are not contiguous and float32, the first call on CUDA outside
+                of a capture copies them.
 
         The other arguments are those of :func:`flash_attn_with_kvcache`.
 
@@ -117,7 +118,7 @@ class KVCachePlan:
 
         Args:
             q: (b, seqlen_q, h, head_dim).
-            k_cache: As in :func:`flash_attn_with_kvcache`, as v_cache.
+            k_cache: As in :func:`flash_attn_with_kvcache`; v_cache has the same shape.
             k: (b, seqlen_new, h_k, head_dim), to be appended, and rotated if the plan has rotary
                 tables; None to read the cache only.
             v: As k; both or neither.
