@@ -154,6 +154,24 @@ def test_blocks_out_of_line_belong_to_the_loop():
     assert [x.address for x in loop.sometimes] == [0x60, 0x70, 0x80]
 
 
+def test_iterations_that_skip_all_mmas_do_not_count():
+    function = code(
+        "IADD3 R1, R1, 0x80, RZ",
+        "@P0 BRA 0x70",
+        MMA,
+        "@P1 BRA 0x50",
+        "FMUL R1, R1, R2",
+        MMA,  # 0x50: behind a branch of its own
+        "MUFU.EX2 R0, R1",
+        "BAR.SYNC 0x0",  # 0x70: of all warps
+        "@P2 BRA 0x0",
+        "EXIT",
+    )
+    (loop,) = function.mma_loops
+    assert [x.address for x in loop.sometimes] == [0x40]
+    assert (loop.address, len(loop.always)) == (0x0, 8)
+
+
 def test_the_leanest_copy_is_the_main_loop():
     function = code(
         MMA,

@@ -91,8 +91,9 @@ class Loop:
     """An innermost loop with matrix instructions.
 
     Attributes:
-        always: Instructions that every iteration issues; also the copies of the next block
-            (LDGSTS), which only the last iteration skips.
+        always: Instructions that every iteration issues or, where warps may skip all MMAs, every
+            iteration with MMAs; also the copies of the next block (LDGSTS), which only the last
+            iteration skips.
         sometimes: The other instructions of the loop: basic blocks under a branch, such as those of
             the mask or the rescaling, and the polling loops of barriers.
     """
@@ -255,16 +256,31 @@ def _dominators(parent: dict[int, int], block: int) -> set[int]:
     return found
 
 
+def _passed_with(body: networkx.DiGraph, header: int, latches: set[int], block: int) -> set[int]:
+    """Returns the blocks that every iteration of a loop passes that passes ``block``."""
+    before = _dominators(_immediate_dominators(body, header), block)
+    onward = body.edge_subgraph(edge for edge in body.edges if edge[1] != header)
+    parent = _immediate_dominators(onward, block)
+    ends = [_dominators(parent, latch) for latch in latches if latch in parent]
+    return before.union(set.intersection(*ends))
+
+
 def _mma_loops(code: Sequence[Instruction]) -> Iterable[Loop]:
     graph, blocks = _flow_graph(code)
     entry = code[0].address
     parent = _immediate_dominators(graph, entry)
     with_mma = {start for start, block in blocks.items() if any(x.warp_macs for x in block)}
     loops = {h: loop for h, loop in _natural_loops(graph, entry).items() if loop[0] & with_mma}
+
+    def most_mma(body: set[int]) -> int:
+        return max(sorted(body), key=lambda start: sum(x.warp_macs for x in blocks[start]))
+
     for header, (body, latches) in sorted(loops.items()):
         if any(other != header and inner < body for other, (inner, _) in loops.items()):
             continue
         always = set.intersection(*(_dominators(parent, latch) for latch in latches)) & body
+        if not always & with_mma:
+            always |= _passed_with(graph.subgraph(body), header, latches, most_mma(body))
         always |= {start for start in body if any(x.name == "LDGSTS" for x in blocks[start])}
         issued = [x for start in sorted(always) for x in blocks[start]]
         rest = [x for start in sorted(body - always) for x in blocks[start]]
