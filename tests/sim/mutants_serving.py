@@ -235,7 +235,7 @@ MUTANTS = (
     Mutant(
         "merged before the parts are there",
         _COMBINE,
-        "if constexpr (Traits::kConfig.arch == 90) cudaGridDependencySynchronize();",
+        "    await_previous_kernel();\n",
         "",
         "simulator",
         "griddepcontrol.wait|status -11",  # SIGSEGV: it follows a plan that is still NaN
@@ -366,6 +366,15 @@ OF_CTA_PLANS = (
         "simulator",
         "griddepcontrol.wait",
         _WINDOWED,
+    ),
+    Mutant(
+        "lengths read before the previous kernel has ended",
+        "flash_fwd_kernel_sm80.h",
+        "    await_previous_kernel();\n",
+        "",
+        "simulator",
+        "griddepcontrol.wait",
+        _PAGED_80,
     ),
     Mutant(
         "own plan read before it is complete",

@@ -6,6 +6,7 @@
 
 #include <cstdint>
 
+#include "dependent_launch.h"
 #include "flash.h"
 #include "flash_bwd_preprocess_kernel.h"
 #include "flash_plan_kernel.h"
@@ -36,9 +37,7 @@ cudaError_t enqueue_bwd(int64_t ctas, int threads, int smem_bytes, void *stream,
     cudaLaunchAttribute attributes[2]{};
     config.attrs = attributes;
     if (kDependent) {
-        cudaLaunchAttribute &dependent = attributes[config.numAttrs++];
-        dependent.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-        dependent.val.programmaticStreamSerializationAllowed = 1;
+        attributes[config.numAttrs++] = dependent_launch();
     }
     if (kCluster > 1) {
         cudaLaunchAttribute &cluster = attributes[config.numAttrs++];

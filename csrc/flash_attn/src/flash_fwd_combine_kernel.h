@@ -13,6 +13,7 @@
 #include <cute/config.hpp>
 #include <cute/numeric/math.hpp>
 
+#include "dependent_launch.h"
 #include "flash.h"
 #include "persistent_launch.h"
 #include "work_plan.h"
@@ -213,7 +214,7 @@ __global__ void __launch_bounds__(Combine<Traits::kConfig>::kThreads,
                                   Combine<Traits::kConfig>::kCtas)
     flash_fwd_combine_kernel(__grid_constant__ Flash_fwd_params const params) {
     using Merge = Combine<Traits::kConfig>;
-    if constexpr (Traits::kConfig.arch == 90) cudaGridDependencySynchronize();
+    await_previous_kernel();
     auto &storage = dynamic_smem<typename Merge::SharedStorage>();
     auto const &plan = *static_cast<WorkPlan const *>(params.plan_ptr);
     int64_t const rows = int64_t(plan.split_positions) * params.h;
@@ -252,13 +253,9 @@ cudaError_t enqueue_combine(Flash_fwd_params const &params, void *stream) {
     config.blockDim = dim3(Merge::kThreads);
     config.dynamicSmemBytes = sizeof(typename Merge::SharedStorage);
     config.stream = static_cast<cudaStream_t>(stream);
-    cudaLaunchAttribute dependent{};
-    dependent.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    dependent.val.programmaticStreamSerializationAllowed = 1;
-    if (Traits::kConfig.arch == 90) {
-        config.attrs = &dependent;
-        config.numAttrs = 1;
-    }
+    cudaLaunchAttribute dependent = dependent_launch();
+    config.attrs = &dependent;
+    config.numAttrs = 1;
     return cudaLaunchKernelEx(&config, &flash_fwd_combine_kernel<Traits>, params);
 }
 

@@ -4,6 +4,7 @@
 #include <dynamic_smem.h>
 
 #include "cta_plan.h"
+#include "dependent_launch.h"
 #include "epilogue_fwd.h"
 #include "flash.h"
 #include "mainloop_fwd_sm80.h"
@@ -19,6 +20,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kConfig.min_ctas)
     constexpr FwdConfig C = Traits::kConfig;
     using Mainloop = MainloopFwdSm80<C>;
     auto &storage = dynamic_smem<typename Traits::SharedStorage>();
+    await_previous_kernel();
 
     CtaPlan<C> *own = nullptr;
     if (CtaPlan<C>::suits(params)) {

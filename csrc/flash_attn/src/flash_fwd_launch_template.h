@@ -6,6 +6,7 @@
 
 #include <cstdint>
 
+#include "dependent_launch.h"
 #include "flash.h"
 #include "flash_fwd_combine_kernel.h"
 #include "flash_fwd_kernel_sm80.h"
@@ -31,6 +32,9 @@ int32_t launch_fwd(Flash_fwd_params const *params, void *stream) {
     config.blockDim = dim3(Traits::kThreads);
     config.dynamicSmemBytes = Traits::kSmemBytes;
     config.stream = static_cast<cudaStream_t>(stream);
+    cudaLaunchAttribute dependent = dependent_launch();
+    config.attrs = &dependent;
+    config.numAttrs = 1;
     cudaError_t const error = cudaLaunchKernelEx(&config, kernel, *params);
     return error == cudaSuccess ? enqueue_combine<Traits>(*params, stream) : error;
 }

@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "dependent_launch.h"
 #include "flash.h"
 #include "flash_fwd_combine_kernel.h"
 #include "flash_fwd_kernel_sm90.h"
@@ -61,11 +62,8 @@ int32_t launch_fwd(Flash_fwd_params const *params, void *stream) {
     config.blockDim = dim3(Traits::kThreads);
     config.dynamicSmemBytes = CtaPlan<C>::suits(*params) ? kSmemBytes : Traits::kSmemBytes;
     config.stream = static_cast<cudaStream_t>(stream);
-    // Programmatic dependent launch: the kernel may start while the previous one is still running.
-    // Its producers wait for that one to end or, where CTAs plan, all threads do.
-    cudaLaunchAttribute dependent{};
-    dependent.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    dependent.val.programmaticStreamSerializationAllowed = 1;
+    // Producers wait for the previous kernel to end or, where CTAs plan, all threads do.
+    cudaLaunchAttribute dependent = dependent_launch();
     config.attrs = &dependent;
     config.numAttrs = 1;
     SmallCap const small_cap(params->scale_softcap);

@@ -14,6 +14,7 @@
 
 #include "append_kvcache.h"
 #include "cta_plan.h"
+#include "dependent_launch.h"
 #include "flash.h"
 #include "plan_segments.h"
 #include "work_plan.h"
@@ -457,9 +458,7 @@ template <class Tiles, bool kAppends>
 __global__ void __launch_bounds__(Planner<Tiles>::kMaxThreads, 1)
     flash_plan_kernel(__grid_constant__ Flash_fwd_params const params) {
     using Plan = Planner<Tiles>;
-    // Lets an attention kernel of the sm90 class start (programmatic dependent launch); it waits
-    // for the end of this one.
-    if constexpr (Tiles::kArch == 90) cudaTriggerProgrammaticLaunchCompletion();
+    let_next_kernel_start();  // the attention kernel, which waits for the end of this one
     if constexpr (kAppends) {
         unsigned const planners = params.plan_ptr != nullptr ? 1 : 0;
         if (blockIdx.x >= planners) {
