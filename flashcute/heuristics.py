@@ -50,11 +50,10 @@ _SM80_TILES_99KB = {
     256: (64, 64, 4, 1, False, 1),  # 96 KB
 }
 
-# (tile_n, stages, min_ctas) of tiles of 64 rows, over a cache with at most 128 rows of packed
-# heads. Warps without rows only load, so bytes in flight count: 64 KB a stage in both CTAs at
-# d = 128. On an H200 over contiguous caches, geometric means of the speed over FlashAttention-2 in
-# PyTorch: 1.25 for 22 shapes at d = 128, 1.90 for 8 at 64; with the tiles above 0.94 and 1.34.
-_SM80_CACHE_TILES = {64: (64, 2, 4), 128: (64, 2, 2)}
+# (tile_n, stages, min_ctas) of tiles of 64 rows over a cache, for few rows of packed heads, and for
+# 65 to 128 without softcap and ALiBi. Warps without rows only load, so bytes in flight count: 64 KB
+# a stage in both CTAs at d = 128. How fast they are beside FlashAttention-2 is in docs/facts.md.
+_SM80_CACHE_TILES = {64: ((64, 2, 4), (64, 2, 4)), 128: ((64, 2, 2), (128, 1, 2))}
 
 # On an H100 or H200 the sm80 class reads large contiguous caches faster than the sm90 class, which
 # copies with TMA: on an H200 2 to 7 % faster from 512 MiB on, with at most 16 rows. At 256 MiB the
@@ -360,7 +359,8 @@ def _sm80_config(
     """Returns the sm80 class's configuration for a problem."""
     config = fwd_config(problem.dtype, head_dim, mask == "causal", capability)
     if _is_decoding(problem) and head_dim in _SM80_CACHE_TILES:
-        tile_n, stages, min_ctas = _SM80_CACHE_TILES[head_dim]
+        many = _packed_rows(problem) > 64 and not (problem.softcap or problem.alibi)
+        tile_n, stages, min_ctas = _SM80_CACHE_TILES[head_dim][many]
         tile = {"tile_m": 64, "tile_n": tile_n, "stages": stages, "q_in_regs": 0, "min_ctas": 1}
         config = dataclasses.replace(config, **tile)
         # An SM has 1 KB more than a CTA may ask for, and each CTA takes 1 KB more than it asks for.
