@@ -454,9 +454,19 @@ def test_the_table_of_training_is_that_of_its_result(tmp_path):
     assert cells_of(text)[-2:] == [["sdpa", *figures, "-"], ["flashcute", *figures, "0.0123"]]
 
 
+def test_the_table_of_generation_is_that_of_its_result(tmp_path):
+    result = json.loads(update_docs.GENERATION.read_text(encoding="utf-8"))
+    result["runs"]["sdpa static"] |= {"prompts_s": 1.234, "step_ms": 5.678}
+    result["check"]["runs"]["sdpa static"] |= {"exact": 1234, "wrong": 7}
+    bm.write_json(path := tmp_path / "generate.json", result)
+    last = cells_of(update_docs.generation(path))[-1]
+    assert last[:4] == ["sdpa", "StaticCache, compiled", "1.23", "5.68"]
+    assert last[5:7] == ["1,234", "7"]
+
+
 def test_what_was_not_measured_is_not_shown(tmp_path):
     missing = tmp_path / "none.json"
-    names = ("models", "inputs", "backward", "training", "decode")
+    names = ("models", "inputs", "backward", "training", "decode", "generation")
     sections = {name: functools.partial(getattr(update_docs, name), missing) for name in names}
     text = "".join(f"<!-- begin {name} -->\nold\n<!-- end {name} -->\n" for name in sections)
     assert update_docs.rewrite(text, sections) == text.replace("old\n", "")

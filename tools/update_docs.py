@@ -27,7 +27,7 @@ from flashcute.bench import serving_table, table  # noqa: E402
 RESULTS = ROOT / "benchmarks" / "results"
 FORWARD, MODELS, INPUTS = (RESULTS / f"{n}.json" for n in ("fwd", "fwd_models", "fwd_inputs"))
 BACKWARD, DECODE, TRAINING = (RESULTS / f"{n}.json" for n in ("bwd", "decode", "train_gpt"))
-FEW_HEADS = RESULTS / "bwd_few_heads.json"
+FEW_HEADS, GENERATION = RESULTS / "bwd_few_heads.json", RESULTS / "generate.json"
 TABLE_SEQLENS = (512, 4096, 16384)
 
 
@@ -286,11 +286,50 @@ def training(path: Path = TRAINING) -> str:
     )
 
 
+def generation(path: Path = GENERATION) -> str:
+    """Formats the table of the Llama that generates; empty where it was not measured."""
+    if not path.is_file():
+        return ""
+    result = json.loads(path.read_text(encoding="utf-8"))
+    machine, settings, model = (result[of] for of in ("machine", "settings", "model"))
+    caches = {
+        "flashcute": f"pages of {settings['page_size']}, CUDA graph",
+        "sdpa dynamic": "DynamicCache",
+        "sdpa static": "StaticCache, compiled",
+    }
+    rows = []
+    for name, run in result["runs"].items():
+        check = result["check"]["runs"][name]
+        times = [f"{run['prompts_s']:.2f}", f"{run['step_ms']:.2f}"]
+        tokens = [f"{run['tokens_per_second']:,.0f}", f"{check['exact']:,}", check["wrong"]]
+        rows.append([name.split()[0], caches[name], *times, *tokens, f"{check['rms_error']:.3f}"])
+    header = ["attention", "cache", "prompts, s", "ms a step", "tokens a second"]
+    heads = "/".join(str(model[f"num_{of}_heads"]) for of in ("attention", "key_value"))
+    return "\n".join(
+        [
+            f"A Llama with random weights, {model['num_hidden_layers']} layers, {heads} heads of "
+            f"{model['head_dim']}, hidden size {model['hidden_size']:,}, {settings['dtype']}, "
+            f"which continues {settings['batch']} prompts of {settings['prompts'][0]:,} to "
+            f"{settings['prompts'][1]:,} tokens by {settings['new_tokens']} each "
+            "([generate.py](../examples/generate.py)): the likeliest token each time, of "
+            f"{result['check']['tokens']:,} in all. Exact tokens are those of logits in "
+            f"{result['check']['reference']}; a wrong one is no tie with it. `sdpa` is "
+            "transformers' own generation, which pads prompts. Medians of steps, on "
+            f"one {machine['gpu']} (driver {machine['driver']}, torch {machine['torch']}, "
+            f"transformers {machine['transformers']}), {str(machine['date'])[:10]}, at commit "
+            f"{_commit(result)}.",
+            "",
+            bm.format_table([*header, "exact", "wrong", "error of logits, rms"], rows),
+        ]
+    )
+
+
 SECTIONS: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {"headline": headline, "support": support_matrix},
     "docs/speed.md": {
         **{"speed": speed, "models": models, "inputs": inputs},
         **{"backward": backward, "few-heads": few_heads, "training": training, "decode": decode},
+        "generation": generation,
     },
     "SECURITY.md": {"environment": environment},
     **{page: {"api": functools.partial(api_reference, page)} for page in PAGES},
