@@ -50,10 +50,11 @@ _SM80_TILES_99KB = {
     256: (64, 64, 4, 1, False, 1),  # 96 KB
 }
 
-# (tile_n, stages, min_ctas) of tiles of 64 rows over a cache, for few rows of packed heads, and for
-# 65 to 128 without softcap and ALiBi. Warps without rows only load, so bytes in flight count: 64 KB
-# a stage in both CTAs at d = 128. How fast they are beside FlashAttention-2 is in docs/facts.md.
-_SM80_CACHE_TILES = {64: ((64, 2, 4), (64, 2, 4)), 128: ((64, 2, 2), (128, 1, 2))}
+# (tile_n, stages, min_ctas) of tiles of 64 rows over a cache with at most 128 rows of packed heads.
+# Warps without rows only load, so bytes in flight count: 64 KB a stage in both CTAs at d = 128.
+# There 65 to 128 rows, two tiles, have 64x128 with one stage where two CTAs fit: 3 % slower to 12 %
+# faster on an H200 with one query of 128/1 heads over a contiguous cache (docs/tried_sm80.md).
+_SM80_CACHE_TILES = {64: (64, 2, 4), 128: (64, 2, 2)}
 
 # On an H100 or H200 the sm80 class reads large contiguous caches faster than the sm90 class, which
 # copies with TMA: on an H200 2 to 7 % faster from 512 MiB on, with at most 16 rows. At 256 MiB the
@@ -359,13 +360,14 @@ def _sm80_config(
     """Returns the sm80 class's configuration for a problem."""
     config = fwd_config(problem.dtype, head_dim, mask == "causal", capability)
     if _is_decoding(problem) and head_dim in _SM80_CACHE_TILES:
-        many = _packed_rows(problem) > 64 and not (problem.softcap or problem.alibi)
-        tile_n, stages, min_ctas = _SM80_CACHE_TILES[head_dim][many]
+        tile_n, stages, min_ctas = _SM80_CACHE_TILES[head_dim]
         tile = {"tile_m": 64, "tile_n": tile_n, "stages": stages, "q_in_regs": 0, "min_ctas": 1}
         config = dataclasses.replace(config, **tile)
         # An SM has 1 KB more than a CTA may ask for, and each CTA takes 1 KB more than it asks for.
         fit = (MAX_SMEM_BYTES[capability] + 1024) // (config.smem_bytes + 1024)
         config = dataclasses.replace(config, min_ctas=min(min_ctas, fit))
+        if head_dim == 128 and fit > 1 and problem.is_plain and _packed_rows(problem) > 64:
+            config = dataclasses.replace(config, tile_n=128, stages=1)
     config = dataclasses.replace(config, mask=mask, paged=problem.page_size > 0)
     return with_options(config, problem.softcap, problem.alibi, problem.dropout)
 
@@ -376,12 +378,10 @@ def _is_large_cache(problem: FwdProblem, head_dim: int) -> bool:
     A cache counts with all its room, as its lengths are known on the device only. With a given
     num_splits the sm90 class is always used, so that a sequence's result depends on no other one.
     """
-    measured = head_dim in _SM80_CACHE_TILES and problem.window is None
-    plain = not (problem.page_size or problem.softcap or problem.alibi)
-    of_all = problem.cache and problem.num_splits == 0
+    of_all = head_dim in _SM80_CACHE_TILES and problem.cache and problem.num_splits == 0
     size = 4 * problem.b * problem.seqlen_k * problem.h_k * problem.d
     few = _packed_rows(problem) <= _LARGE_CACHE_ROWS
-    return measured and plain and of_all and few and size >= _LARGE_CACHE_BYTES
+    return of_all and problem.is_plain and few and size >= _LARGE_CACHE_BYTES
 
 
 @functools.cache

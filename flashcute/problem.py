@@ -40,6 +40,12 @@ class FwdProblem:
     num_splits: int = -1
     varlen: bool = False
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether keys are contiguous, and there is no window, softcap, ALiBi or dropout."""
+        changed = self.window is not None or self.softcap or self.alibi or self.dropout
+        return not (self.page_size or changed)
+
 
 def rounded_length(length: int) -> int:
     """Rounds ``length`` up: exact up to 16, then in steps of 16, from 256 on 16 steps an octave."""

@@ -68,14 +68,12 @@ def test_pages_leave_the_producer_registers():
 
 @pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 9)])
 def test_sm80_class_over_a_cache(capability):
-    """Few queries have tiles of 64 rows and as many CTAs as fit, more have those of dense calls.
-
-    At head dimension 128 two tiles of queries have longer blocks of keys than one.
-    """
+    """Few queries have tiles of 64 rows and as many CTAs as fit, more have those of dense calls."""
     for d, rows, page_size in itertools.product((64, 128), (1, 4, 128), (0, 16)):
         problem = dataclasses.replace(DECODING, d=d, seqlen_q=rows, h=8, page_size=page_size)
         config = heuristics.choose_fwd(problem, capability)
-        keys, stages = (128, 1) if (d, rows) == (128, 128) else (64, 2)
+        two_tiles = d == 128 and rows > 64 and page_size == 0 and capability == (8, 0)
+        keys, stages = (128, 1) if two_tiles else (64, 2)
         assert (config.arch, config.tile_m, config.tile_n, config.stages) == (80, 64, keys, stages)
         room = heuristics.MAX_SMEM_BYTES[capability] + 1024
         assert config.min_ctas * (config.smem_bytes + 1024) <= room
@@ -123,3 +121,16 @@ def test_sm80_class(monkeypatch):
     config, split = chosen(dataclasses.replace(DECODING, page_size=16))
     assert (config.arch, config.paged) == (80, True)
     assert split[2] >= 132
+
+
+def test_only_plain_caches_have_longer_blocks_of_keys_for_two_tiles():
+    def chosen(**changes):
+        problem = dataclasses.replace(DECODING, **({"h": 128, "h_k": 1} | changes))
+        return heuristics.choose_fwd(problem, (8, 0))
+
+    assert (chosen().tile_n, chosen().stages) == (128, 1)
+    fewer = {"h": 64}, {"h": 32, "seqlen_q": 2}
+    other = {"window": (511, 0), "causal": False}, {"softcap": True}, {"alibi": True}
+    for change in (*fewer, *other, {"dropout": True}, {"page_size": 64}):
+        config = chosen(**change)
+        assert config.stages == 2 and config.tile_n <= 64, change

@@ -172,6 +172,25 @@ def test_iterations_that_skip_all_mmas_do_not_count():
     assert (loop.address, len(loop.always)) == (0x0, 8)
 
 
+def test_two_products_that_are_skipped_one_by_one_count_both():
+    function = code(
+        "@P0 BRA 0x20",
+        MMA,
+        "BAR.SYNC 0x0",  # 0x20: of all warps
+        "@P0 BRA 0x60",
+        "@P1 BRA 0x70",
+        MMA,
+        "BRA 0x80",  # 0x60
+        MMA,  # 0x70: another copy of the second
+        "@P2 BRA 0x0",  # 0x80
+        "@P3 BRA 0x0",  # 0x90: a second latch
+        "EXIT",
+    )
+    (loop,) = function.mma_loops
+    assert sum(x.mma_shape is not None for x in loop.always) == 2
+    assert [x.address for x in loop.sometimes if x.mma_shape] == [0x70]
+
+
 def test_the_leanest_copy_is_the_main_loop():
     function = code(
         MMA,

@@ -50,6 +50,9 @@ SM90_BACKWARDS = [
 KERNELS = FILES | {c.full_name: c for c in SM90_BACKWARDS if c not in FILES.values()}
 COVERED = {stem: config for stem, config in KERNELS.items() if tiers.compiles(config)}
 SM90 = [stem for stem, config in COVERED.items() if config.arch == 90]
+SM80_FORWARDS = [stem for stem, x in COVERED.items() if x.arch == 80 and x.kind == "fwd"]
+# griddepcontrol.wait and griddepcontrol.launch_dependents in machine code.
+WAIT, TRIGGER = "ACQBULK", "PREEXIT"
 
 
 def config_of_cache(head_dim, seqlen_q, page_size):
@@ -226,6 +229,8 @@ def test_the_sm80_class_compiles_for_the_first_gpus_of_its_kind(config, compiler
     (result,) = build.build_many([unit], compiler)
     assert result.error is None, result.error
     assert result.artefact.meta["stack_bytes"] == 0
+    codes = [kernel.function.instructions for kernel in read_binaries(result.artefact.path)]
+    assert codes and not {WAIT, TRIGGER} & {x.name for code in codes for x in code}
 
 
 @pytest.mark.parametrize("config", OF_OPTIONS, ids=lambda config: config.full_name)
@@ -278,6 +283,14 @@ def test_says_of_itself_what_the_configuration_says(built, stem):
 def test_the_committed_file_is_what_is_compiled(stem):
     committed = kernel_include_dir() / "instantiations" / f"{stem}.cu"
     assert committed.read_text(encoding="utf-8") == jit.source_text(FILES[stem])
+
+
+@pytest.mark.parametrize("stem", SM80_FORWARDS)
+def test_the_sm80_class_waits_for_the_previous_kernel_on_hopper(main_kernel, stem):
+    """The host launches it early by the same constant, which the simulator cannot check."""
+    code = [x.name for x in main_kernel(stem).function.instructions]
+    accesses = {"LDG", "LDGSTS", "LD", "STG", "ST", "ATOMG", "ATOM", "RED"}
+    assert code.index(WAIT) < next(i for i, name in enumerate(code) if name in accesses)
 
 
 @pytest.mark.parametrize("stem", SM90)

@@ -291,7 +291,9 @@ def generation(path: Path = GENERATION) -> str:
     if not path.is_file():
         return ""
     result = json.loads(path.read_text(encoding="utf-8"))
-    machine, settings, model = (result[of] for of in ("machine", "settings", "model"))
+    machine, settings, model, check = (
+        result[of] for of in ("machine", "settings", "model", "check")
+    )
     caches = {
         "flashcute": f"pages of {settings['page_size']}, CUDA graph",
         "sdpa dynamic": "DynamicCache",
@@ -299,10 +301,10 @@ def generation(path: Path = GENERATION) -> str:
     }
     rows = []
     for name, run in result["runs"].items():
-        check = result["check"]["runs"][name]
+        judged = check["runs"][name]
         times = [f"{run['prompts_s']:.2f}", f"{run['step_ms']:.2f}"]
-        tokens = [f"{run['tokens_per_second']:,.0f}", f"{check['exact']:,}", check["wrong"]]
-        rows.append([name.split()[0], caches[name], *times, *tokens, f"{check['rms_error']:.3f}"])
+        tokens = [f"{run['tokens_per_second']:,.0f}", f"{judged['exact']:,}", judged["wrong"]]
+        rows.append([name.split()[0], caches[name], *times, *tokens, f"{judged['rms_error']:.3f}"])
     header = ["attention", "cache", "prompts, s", "ms a step", "tokens a second"]
     heads = "/".join(str(model[f"num_{of}_heads"]) for of in ("attention", "key_value"))
     return "\n".join(
@@ -311,10 +313,13 @@ def generation(path: Path = GENERATION) -> str:
             f"{model['head_dim']}, hidden size {model['hidden_size']:,}, {settings['dtype']}, "
             f"which continues {settings['batch']} prompts of {settings['prompts'][0]:,} to "
             f"{settings['prompts'][1]:,} tokens by {settings['new_tokens']} each "
-            "([generate.py](../examples/generate.py)): the likeliest token each time, of "
-            f"{result['check']['tokens']:,} in all. Exact tokens are those of logits in "
-            f"{result['check']['reference']}; a wrong one is no tie with it. `sdpa` is "
-            "transformers' own generation, which pads prompts. Medians of steps, on "
+            "([generate.py](../examples/generate.py)). Each new token is the one with the largest "
+            f"logit. Exact tokens are the same in {check['reference']}. A token is wrong if its "
+            f"logit in {check['reference']} is more than {check['tolerance']:.2f} below the "
+            "largest, twice the largest error of a logit on SDPA; in "
+            f"{check['runs']['flashcute']['decided']} places one could be. `sdpa` is transformers' "
+            "own generation, which pads prompts. Tokens a second count the median step alone, "
+            "without prompts. Measured on "
             f"one {machine['gpu']} (driver {machine['driver']}, torch {machine['torch']}, "
             f"transformers {machine['transformers']}), {str(machine['date'])[:10]}, at commit "
             f"{_commit(result)}.",

@@ -10,7 +10,7 @@ import collections
 import dataclasses
 import functools
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import networkx
 
@@ -256,13 +256,26 @@ def _dominators(parent: dict[int, int], block: int) -> set[int]:
     return found
 
 
-def _passed_with(body: networkx.DiGraph, header: int, latches: set[int], block: int) -> set[int]:
-    """Returns the blocks that every iteration of a loop passes that passes ``block``."""
-    before = _dominators(_immediate_dominators(body, header), block)
+def _passed_with_mmas(
+    body: networkx.DiGraph, header: int, latches: set[int], macs: Mapping[int, int]
+) -> set[int]:
+    """Returns the blocks that every iteration passes that issues a loop's MMAs.
+
+    Blocks with MMAs that one iteration can pass count together, those with most multiply-adds first
+    (``macs``, by block); of two copies, of which an iteration passes one, the smaller does not.
+    """
     onward = body.edge_subgraph(edge for edge in body.edges if edge[1] != header)
-    parent = _immediate_dominators(onward, block)
-    ends = [_dominators(parent, latch) for latch in latches if latch in parent]
-    return before.union(set.intersection(*ends))
+    behind: dict[int, set[int]] = {}
+    passed: set[int] = set()
+    for block in sorted(macs, key=lambda start: (-macs[start], start)):
+        reached = networkx.descendants(onward, block)
+        if all(block in after or other in reached for other, after in behind.items()):
+            behind[block] = reached
+            passed |= _dominators(_immediate_dominators(body, header), block)
+            parent = _immediate_dominators(onward, block)
+            ends = [_dominators(parent, latch) for latch in latches if latch in parent]
+            passed |= set.intersection(*ends)
+    return passed
 
 
 def _mma_loops(code: Sequence[Instruction]) -> Iterable[Loop]:
@@ -271,16 +284,13 @@ def _mma_loops(code: Sequence[Instruction]) -> Iterable[Loop]:
     parent = _immediate_dominators(graph, entry)
     with_mma = {start for start, block in blocks.items() if any(x.warp_macs for x in block)}
     loops = {h: loop for h, loop in _natural_loops(graph, entry).items() if loop[0] & with_mma}
-
-    def most_mma(body: set[int]) -> int:
-        return max(sorted(body), key=lambda start: sum(x.warp_macs for x in blocks[start]))
-
     for header, (body, latches) in sorted(loops.items()):
         if any(other != header and inner < body for other, (inner, _) in loops.items()):
             continue
         always = set.intersection(*(_dominators(parent, latch) for latch in latches)) & body
         if not always & with_mma:
-            always |= _passed_with(graph.subgraph(body), header, latches, most_mma(body))
+            macs = {x: sum(y.warp_macs for y in blocks[x]) for x in body & with_mma}
+            always |= _passed_with_mmas(graph.subgraph(body), header, latches, macs)
         always |= {start for start in body if any(x.name == "LDGSTS" for x in blocks[start])}
         issued = [x for start in sorted(always) for x in blocks[start]]
         rest = [x for start in sorted(body - always) for x in blocks[start]]

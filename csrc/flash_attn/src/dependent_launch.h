@@ -1,5 +1,6 @@
 // Programmatic dependent launch: a kernel starts while the previous kernel in the stream still
-// runs, and waits for its end before it accesses global memory. Hopper and later GPUs have it.
+// runs, and waits for its end before it accesses global memory. GPUs of compute capability 9.0 and
+// later have it.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -17,8 +18,9 @@ inline constexpr bool kHasDependentLaunch = kTargets[0] >= 900;
 inline constexpr bool kHasDependentLaunch = true;
 #endif
 
-// Waits until the previous kernel has ended and its writes are visible. A kernel that is launched
-// with dependent_launch() must call it before any of its threads accesses global memory.
+// Waits until the previous kernel has ended and its writes are visible. In a kernel that is
+// launched with dependent_launch(), every access to global memory must come after a call of this,
+// or of cudaGridDependencySynchronize(), by the same thread or by one that it waits for.
 CUTE_DEVICE void await_previous_kernel() {
     if constexpr (kHasDependentLaunch) cudaGridDependencySynchronize();
 }
