@@ -256,3 +256,13 @@ def test_bandwidth_is_over_the_bytes_under_the_read_ceiling():
     (legend,) = figure.legends
     said = [text.get_text() for text in legend.get_texts()]
     assert said == ["flashcute", "flashcute, pages of 16", "fa3", "read"]
+
+
+def test_bandwidth_of_as_many_bytes_is_drawn_as_their_mean():
+    times = {"16x8192-q1-h32/8-d128": 100.0, "1x131072-q1-h32/8-d128": 50.0}
+    rows = [serving_row(name, flashcute=us) for name, us in times.items()]
+    (axes,) = plots.bandwidth(serving_result(*rows), rows, "title").axes
+    ours = axes.get_lines()[0]
+    speeds = [row["tb_per_second"]["flashcute"] for row in rows]
+    assert [*ours.get_xdata()] == [512.0] and [*ours.get_ydata()] == [sum(speeds) / 2]
+    assert sorted(axes.collections[0].get_offsets()[:, 1]) == sorted(speeds)

@@ -225,7 +225,9 @@ def decode(path: Path = DECODE) -> str:
     result = json.loads(path.read_text(encoding="utf-8"))
     measured = decode_rows(result)
     lines = [
-        "Queries over a contiguous KV cache ([plot](../benchmarks/results/decode_bf16_ratio.png)), "
+        "Queries over a contiguous KV cache (plots of [ratios]"
+        "(../benchmarks/results/decode_bf16_ratio.png) and "
+        "[TB/s](../benchmarks/results/decode_bf16_bandwidth.png)), "
         f"bf16, {_measured(result)}:",
         "",
         *_over(measured, _contenders(measured, result)[1:]),

@@ -7,6 +7,7 @@ shape and each distribution of inputs. Over a cache: bytes a second over its byt
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -254,8 +255,8 @@ def inputs(members: Mapping[Part, Sequence[Mapping]], title: str, suffix: str = 
 def bandwidth(result: Mapping, rows: Sequence[Mapping], title: str):
     """Draws TB/s of the cache over its bytes, under the measured read ceiling.
 
-    Each contender and page size has a line, each pair of heads a column; one query has a row, and
-    several queries have one.
+    Each contender and page size has points, and a line through the means of those with as many
+    bytes. Each pair of heads has a column; one query has a row, and several queries have one.
     """
     from matplotlib.figure import Figure
 
@@ -273,23 +274,24 @@ def bandwidth(result: Mapping, rows: Sequence[Mapping], title: str):
         for axes, column in zip(line, columns, strict=True):
             for name in result["contenders"]:
                 for number, size in enumerate(sizes):
-                    have = sorted(
-                        (row["cache_bytes"] / 2**20, row["tb_per_second"][name])
-                        for row in rows
-                        if name in row["tb_per_second"]
-                        and row["page_size"] == size
-                        and (serving_table.heads(row), row["seqlen_q"] > 1) == (column, more)
-                    )
-                    if have:
+                    speeds: dict[float, list[float]] = {}
+                    for row in rows:
+                        found = serving_table.heads(row), row["seqlen_q"] > 1, row["page_size"]
+                        if name in row["tb_per_second"] and found == (column, more, size):
+                            mib = row["cache_bytes"] / 2**20
+                            speeds.setdefault(mib, []).append(row["tb_per_second"][name])
+                    if speeds:
                         label = f"{name}, pages of {size}" if size else name
+                        style = {"color": _colour(name, result["contenders"])}
+                        style["alpha"] = 1 - 0.6 * number / len(sizes)
+                        points = [(mib, x) for mib, of_mib in speeds.items() for x in of_mib]
+                        axes.scatter(*zip(*points, strict=True), s=12, **style)
+                        means = [(x, statistics.fmean(speeds[x])) for x in sorted(speeds)]
                         (handles[label],) = axes.plot(
-                            *zip(*have, strict=True),
-                            marker="o",
-                            markersize=4,
+                            *zip(*means, strict=True),
                             linewidth=2.2 if name == "flashcute" and not size else 1.3,
-                            linestyle="--" if size else "-",
-                            alpha=1 - 0.6 * number / len(sizes),
-                            color=_colour(name, result["contenders"]),
+                            linestyle=("-", "--", "-.", ":")[number % 4],
+                            **style,
                         )
             if ceiling:
                 style = {"color": "#555", "linestyle": ":", "linewidth": 1.3}
