@@ -299,9 +299,11 @@ def test_host_time_over_a_cache_is_of_decode_calls(monkeypatch):
         serving_peers, "measure_host", lambda names, device: {"host_us_decode": {names[0]: 1.0}}
     )
     monkeypatch.setattr(sweep, "measure_host", None)
+    monkeypatch.setattr(sweep, "measure_host_of_add", lambda device: 4.5)
     monkeypatch.setattr(sweep, "measure_ceiling", lambda options, samples: {})
     result = sweep.run([], dataclasses.replace(CPU, device="cuda", what="decode"))
     assert (result["host_us_decode"], result["host_us"]) == ({"flashcute": 1.0}, {})
+    assert result["host_us_add"] == {"torch.add": 4.5}
 
 
 def c(call):
@@ -325,6 +327,8 @@ def test_host_time_is_taken_of_every_contender_on_each_shape(monkeypatch):
     monkeypatch.setattr(bm, "host_time", lambda call: 12.34 + 0 * call().sum().item())
     shape = sweep.HOST_SHAPES["host_us"]
     assert sweep.measure_host(shape, CPU) == {"flashcute": 12.3, "torch": 12.3}
+    assert sweep.measure_host_of_add("cpu") == 12.3
+    monkeypatch.setattr(sweep, "measure_host_of_add", lambda device: {"cuda": 4.5}[device])
     monkeypatch.setattr(sweep, "measure_host", lambda shape, options: {"flashcute": shape.d})
     new = {"flashcute": {"mean": 17.0, "p95": 20.0, "p99": 60.0}}
     monkeypatch.setattr(sweep, "measure_new_lengths", lambda names, device: new)
@@ -333,6 +337,7 @@ def test_host_time_is_taken_of_every_contender_on_each_shape(monkeypatch):
     assert (result["host_us"], result["host_us_causal"]) == ({"flashcute": 64}, {"flashcute": 128})
     assert result["ceiling"] == {"tflops": 1.0}
     assert result["host_us_new_lengths"] == new
+    assert result["host_us_add"] == {"torch.add": 4.5}
     large = sweep.HOST_SHAPES["host_us_causal"]
     assert large.causal and large.h > large.h_k
     assert large.b * large.h * large.seqlen_q // 192 > 132  # more tiles than an H200 has SMs
@@ -390,9 +395,10 @@ def test_host_time_is_taken_before_the_sampler_starts(monkeypatch):
 
     monkeypatch.setattr(bm, "gpu_sampler", sampler)
     monkeypatch.setattr(sweep, "measure_host", lambda *_: happened.append("host") or {})
+    monkeypatch.setattr(sweep, "measure_host_of_add", lambda _: happened.append("add") or 4.5)
     monkeypatch.setattr(sweep, "measure_ceiling", lambda _, samples: {"samples": len(samples)})
     result = sweep.run([], dataclasses.replace(CPU, device="cuda"))
-    assert happened == ["host"] * len(sweep.HOST_SHAPES) + ["sampler"]
+    assert happened == ["add", *["host"] * len(sweep.HOST_SHAPES), "sampler"]
     assert result["ceiling"] == {"samples": 1}
     assert result["gpu_samples"]["sm_mhz"]["max"] == 1980.0
 

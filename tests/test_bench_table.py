@@ -97,6 +97,11 @@ def test_host_time_is_of_both_shapes():
     assert "per call, d=128 s=1024 causal h=16/4: flashcute 21.2 us, fa3 60.0 us" in text
 
 
+def test_the_host_time_of_an_addition_is_beside():
+    text = table.summary(result(*ROWS, host_us_add={"torch.add": 4.25}))
+    assert "host time of torch.add of one small tensor: 4.2 us" in text
+
+
 def test_host_time_of_new_lengths_has_a_line():
     new = {"flashcute": {"mean": 17.25, "p95": 20.0, "p99": 60.0}}
     text = table.summary(result(*ROWS, host_us_new_lengths=new))

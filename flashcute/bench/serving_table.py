@@ -5,7 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from .. import benchmarking as bm
-from .table import CPU_NOTE, Pairs, best_peer, describe, missing, pass_of, ratio
+from .table import (
+    CPU_NOTE,
+    Pairs,
+    best_peer,
+    describe,
+    host_of_add,
+    missing,
+    pass_of,
+    ratio,
+)
 
 # Ranges of the cache's bytes, by which shares of the read ceiling are grouped.
 _SIZES = {
@@ -159,6 +168,7 @@ def _ceiling(result: Mapping) -> str:
 
 
 def _host_times(result: Mapping) -> Iterator[str]:
+    yield from host_of_add(result)
     fields = {
         "host_us_decode": "another length each time, on the device",
         "host_us_decode_int": "another length each time, an int",

@@ -366,11 +366,21 @@ def measure_new_lengths(names: Sequence[str], device: str) -> dict[str, dict[str
     return found
 
 
+def measure_host_of_add(device: str) -> float:
+    """Returns host microseconds of ``torch.add``, an operator of one output and one kernel.
+
+    Host times depend on the host; this one tells how fast it is.
+    """
+    x = torch.zeros(64, device=device)
+    return round(bm.host_time(lambda: torch.add(x, x)), 1)
+
+
 def _measure_hosts(options: Options) -> dict[str, dict]:
     """Measures host time on each shape and on new lengths; over a cache, that of decode calls."""
+    found: dict[str, dict] = {"host_us_add": {"torch.add": measure_host_of_add(options.device)}}
     if options.what in serving.PASSES:
-        return serving_peers.measure_host(options.names, options.device)
-    found = {name: measure_host(shape, options) for name, shape in HOST_SHAPES.items()}
+        return found | serving_peers.measure_host(options.names, options.device)
+    found |= {name: measure_host(shape, options) for name, shape in HOST_SHAPES.items()}
     if options.what == "fwd":
         able = [name for name in options.names if name in found["host_us"]]
         found["host_us_new_lengths"] = measure_new_lengths(able, options.device)

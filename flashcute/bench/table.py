@@ -277,8 +277,15 @@ def _inputs(result: Mapping, suffix: str) -> str:
     return f"{title}: geometric mean, least\n\n{table}"
 
 
+def host_of_add(result: Mapping) -> Iterator[str]:
+    """Yields a line on the host time of an addition, by which hosts can be compared."""
+    for name, us in result.get("host_us_add", {}).items():
+        yield f"host time of {name} of one small tensor: {us:.1f} us"
+
+
 def host_times(result: Mapping) -> Iterator[str]:
-    """Yields a line for each shape whose host time was measured, and one for new lengths."""
+    """Yields a line for each host time that was measured: of shapes, new lengths, an addition."""
+    yield from host_of_add(result)
     for field, shape in HOST_SHAPES.items():
         if result.get(field):
             times = ", ".join(f"{name} {us:.1f} us" for name, us in result[field].items())
