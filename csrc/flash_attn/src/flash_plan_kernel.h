@@ -458,7 +458,8 @@ template <class Tiles, bool kAppends>
 __global__ void __launch_bounds__(Planner<Tiles>::kMaxThreads, 1)
     flash_plan_kernel(__grid_constant__ Flash_fwd_params const params) {
     using Plan = Planner<Tiles>;
-    let_next_kernel_start();  // it waits for the end of this one, if it may start before
+    // An attention kernel that is launched as dependent waits for this kernel's end itself.
+    let_next_kernel_start();
     if constexpr (kAppends) {
         unsigned const planners = params.plan_ptr != nullptr ? 1 : 0;
         if (blockIdx.x >= planners) {
