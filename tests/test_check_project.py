@@ -92,5 +92,19 @@ def test_module_name_used_twice_is_found():
     ]
 
 
+def test_link_to_a_file_that_git_ignores_is_found(monkeypatch, tmp_path):
+    monkeypatch.setattr(tool, "ROOT", tmp_path)
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs/a.md").write_text(
+        "[here](#x) [page](https://x.org/y) [folder](../docs) [file](../b.md#y)\n"
+        "![picture](p.png)\n"
+    )
+    (tmp_path / "docs/p.png").touch()  # in the folder, but not among the project's files
+    (tmp_path / "b.md").touch()
+    assert tool.check_links([Path("docs/a.md"), Path("b.md")]) == [
+        "docs/a.md: expected a link to a file of the project, got p.png"
+    ]
+
+
 def test_this_project_passes(capsys):
     assert tool.main() == 0, capsys.readouterr().out

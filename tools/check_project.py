@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import io
+import os
 import re
 import subprocess
 import sys
@@ -30,6 +31,7 @@ Breach = tuple[int, str]  # line number from 1, rule
 _MACHINE_PATH = re.compile(r"(?<![\w.~])/(?:work|home|root|Users|mnt)/[\w.]")
 _TORCH_INCLUDE = re.compile(r"\s*#\s*include\s*[<\"](?:torch|ATen|c10|pybind11|Python\.h)")
 _SIMULATOR_SWITCH = re.compile(r"\s*#\s*(?:el)?if(?:n?def)?\b.*SIM", re.IGNORECASE)
+_LINK = re.compile(r"\]\((?!\w+:)([^)\s#]+)")
 _CPP_COMMENT = re.compile(r"^\s*//+\s*(.*?)\s*$")
 _NOT_A_FUNCTION = re.compile(r"\s*(?:namespace|struct|class|union|enum|extern\s+\"[^\"]*\"\s*$)")
 
@@ -195,6 +197,18 @@ def check_module_names(paths: list[Path]) -> list[str]:
     return found
 
 
+def check_links(paths: list[Path]) -> list[str]:
+    """Forbids links of documents to what is there but ignored by git: a clone would not have it."""
+    there = {ROOT / parent for path in paths for parent in (path, *path.parents)}
+    return [
+        f"{path}: expected a link to a file of the project, got {target}"
+        for path in paths
+        if path.suffix == ".md"
+        for target in _LINK.findall((ROOT / path).read_text(encoding="utf-8"))
+        if Path(os.path.normpath(ROOT / path.parent / target)) not in there
+    ]
+
+
 def project_files() -> list[Path]:
     """Lists the files and links that git tracks or would track, relative to the root."""
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
@@ -206,7 +220,7 @@ def project_files() -> list[Path]:
 def main() -> int:
     suffixes = set().union(*(suffixes for _, suffixes in CHECKS))
     paths = project_files()
-    found = check_module_names(paths)
+    found = check_module_names(paths) + check_links(paths)
     for path in paths:
         if (ROOT / path).is_symlink():  # its target may exist on one machine only
             found.append(f"{path}: expected a file, got a symbolic link")
