@@ -19,6 +19,7 @@ def row(d=64, s=512, causal=False, difference=0.0, dtype="bf16", group=1, sustai
         "us": us,
         "tflops": tflops,
         "percent_of_ceiling": {name: round(x / 8, 1) for name, x in tflops.items()},
+        "trusted": "fa2",
         "difference": {"flashcute": difference},
         "missing": {},
     }
@@ -40,6 +41,7 @@ def option_row(name, difference=0.0, lengths=(), **options_and_times):
     made = row(64, difference=difference, **options_and_times)
     if lengths:
         made |= {"b": len(lengths), "seqlen_q": max(lengths), "seqlen_k": max(lengths)}
+    made["trusted"] = "torch"
     return made | options | {"alibi": False, "lengths": lengths, "model": name}
 
 
@@ -50,7 +52,8 @@ def serving_row(name, page_size=0, append="", ceiling=4e12, difference=0.0, **us
     figures = serving.figures(shape, us, {"read_bytes_per_second": ceiling})
     found = {"dtype": "bf16", **dataclasses.asdict(shape), "inputs": "normal", "model": name}
     found |= {"us": us, "tflops": {x: round(shape.flops / t / 1e6, 1) for x, t in us.items()}}
-    return found | figures | {"difference": {"flashcute": difference}, "missing": {}}
+    compared = {"trusted": "torch", "difference": {"flashcute": difference}}
+    return found | figures | compared | {"missing": {}}
 
 
 def serving_result(*rows, what="decode", **changes):

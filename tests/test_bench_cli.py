@@ -172,6 +172,20 @@ def test_a_file_can_stand_in_for_a_contender(no_gpu, tmp_path, capsys):
     assert "fa3 differs from torch by 1.0" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("shapes", [(), ("--shapes", "sinks-d64", "--pass", "bwd")])
+def test_a_file_with_the_name_of_the_trusted_peer_is_not_trusted(no_gpu, tmp_path, capsys, shapes):
+    """Where the file's contender is wrong or does not run, the project's own is compared with."""
+    file, saved = tmp_path / "other.py", tmp_path / "made.json"
+    file.write_text(PEER.replace("causal=causal)", "causal=causal) + 1"))
+    chosen = (*shapes, "--tokens", 16, "--repeats", 1) if shapes else SMALL
+    wrong = bench(*chosen, "--json", saved, "--peer-module", f"torch={file}")
+    errors = capsys.readouterr().err
+    assert ("torch differs from torch" in errors) == (wrong == 1) == (not shapes)
+    (row, *_) = json.loads(saved.read_text())["rows"]
+    assert row["trusted"] == "torch" and row["difference"]["flashcute"] <= 0.05
+    assert ("torch" in row["missing"]) == bool(shapes)
+
+
 def test_a_file_is_a_contender_with_windows_alone(no_gpu, tmp_path, capsys):
     file, saved = tmp_path / "other.py", tmp_path / "made.json"
     source = PEER.replace("forward(q, k, v, causal)", "forward_local(q, k, v, left, right)")

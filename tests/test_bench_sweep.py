@@ -126,7 +126,8 @@ def test_options_are_compared_with_their_trusted_peer(name, wrong, monkeypatch):
     (row,) = sweep.measure([Variant("bf16", shape, model=name)], 0, chosen, [], {})
     assert {x: row[x] for x in dataclasses.asdict(shape)} == dataclasses.asdict(shape)
     assert row["model"] == name
-    assert set(row["difference"]) == {"flashcute", "torch"}  # plain lacks the option
+    assert set(row["difference"]) == {"flashcute"}  # plain lacks the option
+    assert row["trusted"] == "torch"
     assert (row["difference"]["flashcute"] <= sweep.AGREEMENT["bf16"]) == (wrong == 0.0)
     timed = {"flashcute", "plain"} - row["missing"].keys()
     assert set(row["us"]) == timed and "flashcute" in timed

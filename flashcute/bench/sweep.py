@@ -241,28 +241,31 @@ def _difference(result: peers.Result, reference: peers.Result) -> float:
 
 
 def _differences(
-    calls: Mapping[str, Callable[[], peers.Result]], trusted: str, shape: bm.Shape
+    calls: Mapping[str, Callable[[], peers.Result]],
+    trusted: Callable[[], peers.Result] | None,
+    shape: bm.Shape,
 ) -> dict[str, float]:
     """Returns the difference of each contender's result from the trusted peer's, if that runs.
 
     Contenders that have other results by their nature are left out.
     """
-    if trusted not in calls:
+    if trusted is None:
         return {}
 
-    def result(name: str) -> peers.Result:
+    def result(call: Callable[[], peers.Result]) -> peers.Result:
         torch.manual_seed(0)  # dropout draws its mask from it
-        return calls[name]()
+        return call()
 
     reference = result(trusted)
-    compared = (name for name in calls if option_peers.is_compared(name, shape))
-    return {name: _difference(result(name), reference) for name in compared}
+    compared = {x: call for x, call in calls.items() if option_peers.is_compared(x, shape)}
+    return {name: _difference(result(call), reference) for name, call in compared.items()}
 
 
 def _make(
     variant: Variant, options: Options
-) -> tuple[dict[str, Callable[[], peers.Result]], dict[str, str], dict[str, float]]:
-    """Returns the calls of a variant, why contenders are missing, differences of results."""
+) -> tuple[dict[str, Callable[[], peers.Result]], dict[str, object]]:
+    """Returns the calls of a variant, and of its row: why contenders are missing, with which peer
+    results are compared, and differences from its."""
     shape, device = variant.shape, options.device
     of_pass = {"what": options.what, "modules": options.modules}
     if isinstance(shape, Option | Serving):
@@ -276,11 +279,15 @@ def _make(
         make = functools.partial(peers.make, causal=shape.causal, **of_pass)
     q, k, v = distributions.make(variant.inputs, sizes, DTYPES[variant.dtype], device)
     calls, missing = make(q, k, v, names=options.names)
-    known = calls
-    if trusted not in options.names:  # only compared with, not timed
+    reference = calls.get(trusted)
+    # Only compared with, not timed: it is not asked for, or a file's contender has its name.
+    if trusted in options.modules:
+        reference = make(q, k, v, names=(trusted,), modules={})[0].get(trusted)
+    elif trusted not in options.names:
         compared, why = make(q, k, v, names=(trusted,))
-        known, missing = compared | calls, missing | why
-    return calls, missing, _differences(known, trusted, shape)
+        reference, missing = compared.get(trusted), missing | why
+    difference = _differences(calls, reference, shape)
+    return calls, {"trusted": trusted, "difference": difference, "missing": missing}
 
 
 def measure(
@@ -297,11 +304,11 @@ def measure(
     rows: list[dict] = []
     contenders: dict[tuple[int, str], Callable[[], peers.Result]] = {}
     for index, variant in enumerate(point):
-        calls, missing, difference = _make(variant, options)
+        calls, found = _make(variant, options)
         about = {"dtype": variant.dtype, **dataclasses.asdict(variant.shape)}
         about |= {"inputs": variant.inputs}
         about |= {"model": variant.model} if variant.model else {}
-        rows.append(about | {"difference": difference, "missing": missing})
+        rows.append(about | found)
         contenders |= {(index, name): call for name, call in calls.items()}
     times = bm.time_interleaved(
         contenders, options.device, options.repeats, options.warmup, options.flush_bytes

@@ -118,17 +118,13 @@ def disagreements(result: Mapping) -> list[str]:
     The times of such points are not valid.
     """
 
-    def trusted(row: Mapping) -> str:
-        return option_peers.TRUSTED if {"window", "page_size"} & row.keys() else usual
-
-    usual = peers.NAMES[result.get("device", "cuda")][1]
     return [
-        f"{trusted(row)}, which outputs are compared with, did not run at {describe(row)} "
+        f"{row['trusted']}, which outputs are compared with, did not run at {describe(row)} "
         f"{row['dtype']}"
         for row in result["rows"]
         if not row["difference"]
     ] + [
-        f"{name} differs from {trusted(row)} by {value} at {describe(row)} {row['dtype']}"
+        f"{name} differs from {row['trusted']} by {value} at {describe(row)} {row['dtype']}"
         for row in result["rows"]
         for name, value in row["difference"].items()
         if not value <= AGREEMENT[row["dtype"]]  # NaN too
