@@ -330,9 +330,13 @@ def machine_info() -> dict[str, object]:
     The environment variable GIT_COMMIT gives the commit where the code runs without its repository,
     as in a container.
     """
+    # Of flashcute's environment variables this one decides which kernels are timed.
+    arch = os.environ.get("FLASHCUTE_ARCH")
+    variables = [f"FLASHCUTE_ARCH={arch}"] if arch else []
+    arguments = [pathlib.Path(sys.executable).name, *map(_from_root, sys.argv)]
     info: dict[str, object] = {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "command": " ".join([pathlib.Path(sys.executable).name, *map(_from_root, sys.argv)]),
+        "command": " ".join([*variables, *arguments]),
         "commit": os.environ.get("GIT_COMMIT") or _git_commit(),
         "python": platform.python_version(),
         "torch": torch.__version__,

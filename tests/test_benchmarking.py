@@ -319,6 +319,14 @@ def test_recorded_command_does_not_say_where_things_lie(monkeypatch, tmp_path):
     )
 
 
+def test_recorded_command_has_the_variable_that_chooses_kernels(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["x.py"])
+    monkeypatch.delenv("FLASHCUTE_ARCH", raising=False)
+    plain = bm.machine_info()["command"]
+    monkeypatch.setenv("FLASHCUTE_ARCH", "80")
+    assert bm.machine_info()["command"] == f"FLASHCUTE_ARCH=80 {plain}"
+
+
 def test_table_lines_have_one_width():
     table = bm.format_table(["d", "speed"], [[64, "1.10"], [256, "-"]]).splitlines()
     assert table[1].startswith("|--")
