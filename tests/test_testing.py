@@ -529,7 +529,10 @@ def computed(dtype, shape, causal, seed):
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(
     ("shape", "seeds"),
-    [((1, 4, 2, 8), 20), ((2, 16, 2, 16), 10), ((1, 64, 4, 32), 5), ((2, 128, 4, 64), 3)],
+    [
+        *(((1, 2, 1, 8), 100), ((1, 4, 2, 8), 20), ((2, 16, 2, 16), 10)),
+        *(((1, 64, 4, 32), 5), ((2, 128, 4, 64), 3)),
+    ],
     ids=str,
 )
 def test_accumulated_rounding_is_allowed_in_32_and_64_bits(dtype, causal, shape, seeds):
