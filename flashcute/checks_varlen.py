@@ -23,7 +23,7 @@ from .checks import (
     raise_values,
 )
 
-_INDEX_DTYPES = (torch.int32, torch.int64)
+INDEX_DTYPES = (torch.int32, torch.int64)
 
 
 class Names(NamedTuple):
@@ -141,7 +141,7 @@ def check_lengths(names: Names, q: Tensor, cu_seqlens_q, cu_seqlens_k, seqused_q
 def check_cu_seqlens(fn: str, name: str, cu_seqlens) -> None:
     """Checks for a dense tensor of integers, (b + 1,)."""
     check_kind(fn, name, cu_seqlens)
-    if cu_seqlens.dtype not in _INDEX_DTYPES:
+    if cu_seqlens.dtype not in INDEX_DTYPES:
         raise TypeError(
             f"{fn}: expected {name} of dtype torch.int32 or torch.int64, "
             f"got {name}.dtype={cu_seqlens.dtype}; cast it with .int()"
@@ -174,7 +174,7 @@ def check_bounds(names: Names, max_seqlen_q, max_seqlen_k) -> tuple[int, int]:
 def _read(value):
     """Returns a one-element integer tensor as an int: flash_attn takes it, as transformers passes
     it; returns any other value as it is."""
-    is_number = isinstance(value, Tensor) and value.dtype in _INDEX_DTYPES and value.numel() == 1
+    is_number = isinstance(value, Tensor) and value.dtype in INDEX_DTYPES and value.numel() == 1
     return int(value) if is_number and not value.is_meta else value
 
 

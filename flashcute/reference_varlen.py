@@ -18,7 +18,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .checks import check_kind, check_rank
+from .checks_varlen import INDEX_DTYPES, check_cu_seqlens
 from .reference import attention_ref
+
+_NAME = "attention_varlen_ref"
 
 
 class VarlenOutput(NamedTuple):
@@ -69,11 +73,14 @@ def attention_varlen_ref(
     Raises:
         TypeError, ValueError: as :func:`attention_ref`, and for lengths that do not fit the tokens.
     """
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        check_kind(_NAME, name, x)
+        check_rank(_NAME, name, x, "(total, heads, head_dim)")
     starts_q, used_q = _sequences("q", q, cu_seqlens_q, seqused_q)
     starts_k, used_k = _sequences("k", k, cu_seqlens_k, seqused_k)
     if len(starts_q) != len(starts_k):
         raise ValueError(
-            "attention_varlen_ref: expected cu_seqlens_q and cu_seqlens_k of one length, got "
+            f"{_NAME}: expected cu_seqlens_q and cu_seqlens_k of one length, got "
             f"{len(starts_q) + 1} and {len(starts_k) + 1}; give each sequence of queries its keys"
         )
     dtype = q.dtype if upcast is None else upcast
@@ -105,13 +112,23 @@ def _sequences(
     side: str, x: Tensor, cu_seqlens: Tensor, seqused: Tensor | None
 ) -> tuple[list[int], list[int]]:
     """Returns the first row and the number of rows of each sequence."""
+    check_cu_seqlens(_NAME, f"cu_seqlens_{side}", cu_seqlens)
+    if seqused is not None:
+        name = f"seqused_{side}"
+        check_kind(_NAME, name, seqused)
+        check_rank(_NAME, name, seqused, "(b)")
+        if seqused.dtype not in INDEX_DTYPES:
+            raise TypeError(
+                f"{_NAME}: expected {name} of dtype torch.int32 or torch.int64, got "
+                f"{name}.dtype={seqused.dtype}; cast it with .int()"
+            )
     ends = cu_seqlens.tolist()
     lengths = [end - start for start, end in itertools.pairwise(ends)]
     used = lengths if seqused is None else seqused.tolist()
     fits = ends[:1] == [0] and ends[-1] <= x.shape[0] and len(used) == len(lengths)
     if not fits or any(not 0 <= n <= m for n, m in zip(used, lengths, strict=True)):
         raise ValueError(
-            f"attention_varlen_ref: expected cu_seqlens_{side} from 0 up to at most {x.shape[0]} "
+            f"{_NAME}: expected cu_seqlens_{side} from 0 up to at most {x.shape[0]} "
             f"and seqused_{side} within, got {ends} and {used}; pass cumulative lengths"
         )
     return ends[:-1], used

@@ -139,20 +139,52 @@ def test_dtypes():
 
 
 WRONG = [
-    ({"cu_seqlens_q": CU_Q + 1}, r"cu_seqlens_q from 0 up to at most 19 .*got \[1, 6"),
-    ({"cu_seqlens_q": CU_Q.flip(0)}, r"cu_seqlens_q from 0"),
-    ({"cu_seqlens_k": torch.tensor([0, 9, 6, 9, 12, 21])}, r"cu_seqlens_k from 0"),
-    ({"cu_seqlens_k": torch.tensor([0, 6, 9, 9, 12, 99])}, r"at most 24"),
-    ({"cu_seqlens_k": CU_K[:-1]}, r"of one length, got 6 and 5"),
-    ({"seqused_k": torch.tensor([7, 3, 0, 3, 9])}, r"seqused_k within, got .*\[7, 3"),
-    ({"seqused_q": torch.tensor([-1, 0, 1, 7, 4])}, r"seqused_q within, got .*\[-1, 0"),
-    ({"seqused_q": torch.tensor([5, 0, 1])}, r"seqused_q within"),
+    (ValueError, {"cu_seqlens_q": CU_Q + 1}, r"cu_seqlens_q from 0 up to at most 19 .*got \[1, 6"),
+    (ValueError, {"cu_seqlens_q": CU_Q.flip(0)}, r"cu_seqlens_q from 0"),
+    (ValueError, {"cu_seqlens_k": torch.tensor([0, 9, 6, 9, 12, 21])}, r"cu_seqlens_k from 0"),
+    (ValueError, {"cu_seqlens_k": torch.tensor([0, 6, 9, 9, 12, 99])}, r"at most 24"),
+    (ValueError, {"cu_seqlens_k": CU_K[:-1]}, r"of one length, got 6 and 5"),
+    (ValueError, {"seqused_k": torch.tensor([7, 3, 0, 3, 9])}, r"seqused_k within, got .*\[7, 3"),
+    (ValueError, {"seqused_q": torch.tensor([-1, 0, 1, 7, 4])}, r"seqused_q within, got .*\[-1, 0"),
+    (ValueError, {"seqused_q": torch.tensor([5, 0, 1])}, r"seqused_q within"),
+    (
+        ValueError,
+        {"seqused_q": torch.ones(5, 1).int()},
+        r"seqused_q of shape \(b\), got .*\(5, 1\); reshape",
+    ),
+    (
+        ValueError,
+        {"cu_seqlens_k": CU_K[None]},
+        r"cu_seqlens_k of shape \(b \+ 1,\), got .*\(1, 6\); pass",
+    ),
+    (
+        ValueError,
+        {"v": torch.ones(24, 2)},
+        r"v of shape \(total, heads, head_dim\), got .*; reshape",
+    ),
+    (
+        TypeError,
+        {"cu_seqlens_q": CU_Q.tolist()},
+        r"cu_seqlens_q to be a torch.Tensor, got .* type list; conv",
+    ),
+    (
+        TypeError,
+        {"cu_seqlens_k": CU_K.float()},
+        r"cu_seqlens_k of dtype torch.int32 or .*float32; cast",
+    ),
+    (
+        TypeError,
+        {"seqused_q": [1] * 5},
+        r"seqused_q to be a torch.Tensor, got .* type list; convert",
+    ),
+    (TypeError, {"seqused_k": torch.ones(5)}, r"seqused_k of dtype torch.int32 or .*float32; cast"),
+    (TypeError, {"k": None}, r"k to be a torch.Tensor, got .* type NoneType; pass"),
 ]
 
 
-@pytest.mark.parametrize(("change", "pattern"), WRONG, ids=[p for _, p in WRONG])
-def test_lengths_that_do_not_fit(change, pattern):
-    q, k, v = make()
-    arguments = {"cu_seqlens_q": CU_Q, "cu_seqlens_k": CU_K, **change}
-    with pytest.raises(ValueError, match=pattern):
-        attention_varlen_ref(q, k, v, **arguments)
+@pytest.mark.parametrize(("error", "change", "pattern"), WRONG, ids=[p for *_, p in WRONG])
+def test_lengths_that_do_not_fit(error, change, pattern):
+    arguments = dict(zip("qkv", make(), strict=True))
+    arguments |= {"cu_seqlens_q": CU_Q, "cu_seqlens_k": CU_K, **change}
+    with pytest.raises(error, match=f"^attention_varlen_ref: expected .*{pattern}"):
+        attention_varlen_ref(**arguments)
