@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from flashcute import flash_attn_varlen_func
-from flashcute.testing_varlen import check_backward_varlen
+from flashcute.testing_varlen import check_backward_varlen, expect_gradients_varlen
 
 CU = torch.tensor([0, 5, 5, 21], dtype=torch.int32)
 
@@ -27,13 +27,18 @@ def test_accumulated_rounding_is_allowed_in_32_and_64_bits(dtype):
         check_backward_varlen(gradients, *arguments, causal=True)
 
 
+@pytest.mark.parametrize("given", [False, True])
 @pytest.mark.parametrize("name", ["dq", "dk", "dv"])
-def test_one_element_that_is_off_by_more_is_found(name):
+def test_one_element_that_is_off_by_more_is_found(name, given):
     gradients, arguments = problem(torch.float32, 0)
+    options = {"causal": True, "dlse": torch.zeros(2, 21)}
+    if given:
+        options["expected"] = expect_gradients_varlen(*arguments, **options)
+    check_backward_varlen(gradients, *arguments, **options)
     wrong = gradients[name].clone()
     wrong[7, 1, 3] += 1000 * torch.finfo(torch.float32).eps * wrong.abs().max()
     with pytest.raises(AssertionError, match=rf"sequence=2 (.|\n)*{name}: max error .*FAILED"):
-        check_backward_varlen({**gradients, name: wrong}, *arguments, causal=True)
+        check_backward_varlen({**gradients, name: wrong}, *arguments, **options)
 
 
 def test_what_is_no_gradient_is_refused():

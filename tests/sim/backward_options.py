@@ -20,7 +20,8 @@ from flashcute import sim
 from flashcute.config import BwdConfig
 from flashcute.dropout import dropout_mask
 from flashcute.reference_varlen import attention_varlen_ref
-from flashcute.testing_varlen import check_backward_varlen
+from flashcute.testing import ExpectedGradients
+from flashcute.testing_varlen import check_backward_varlen, expect_gradients_varlen
 
 # Lengths of queries and keys: sequences without queries, without keys, without both, of length 1,
 # of no multiple of a tile; a single sequence; lengths at a tile's edges; many short sequences; only
@@ -128,9 +129,14 @@ class Ragged:
         tensors = self.q, self.k, self.v, *(forward or self.forward), self.dout
         return sim.run_varlen_bwd(config, *tensors, *self.lengths[:2], **given)
 
+    @functools.cached_property
+    def expected(self) -> list[ExpectedGradients]:
+        tensors = self.q, self.k, self.v, self.dout
+        return expect_gradients_varlen(*tensors, self.lengths, dlse=self.dlse, **self.options)
+
     def check(self, result: sim.SimResult) -> None:
         tensors = self.q, self.k, self.v, self.dout
-        given = {"dlse": self.dlse, **self.options}
+        given = {"dlse": self.dlse, "expected": self.expected, **self.options}
         check_backward_varlen(passed(result).outputs, *tensors, self.lengths, **given)
 
 

@@ -2,6 +2,7 @@
 options."""
 
 import dataclasses
+import functools
 import itertools
 import re
 
@@ -258,12 +259,16 @@ def test_tiles_in_use(dtype, head_dim):
         problem.check(problem.run(config))
 
 
+@functools.cache
+def mutant_problems():
+    batches = (((40, 130, 1, 100), (130, 70, 40, 33)), 5), (SOME, 70), (((), ()), 5)
+    return [make_ragged(mutants_bwd_varlen.CONFIG, batch, more=more) for batch, more in batches]
+
+
 def find_fault(kernel):
     """Returns the report of a run, "numerics" if results are wrong, or None."""
-    config = mutants_bwd_varlen.CONFIG
-    for batch, more in (((40, 130, 1, 100), (130, 70, 40, 33)), 5), (SOME, 70), (((), ()), 5):
-        problem = make_ragged(config, batch, more=more)
-        result = problem.run(config, kernel=kernel, timeout=120)
+    for problem in mutant_problems():
+        result = problem.run(mutants_bwd_varlen.CONFIG, kernel=kernel, timeout=120)
         if result.verdict != "pass":
             return result.message
         try:

@@ -1,6 +1,7 @@
 """Ragged batches in the backward of the sm90 class."""
 
 import dataclasses
+import functools
 import itertools
 import re
 
@@ -332,12 +333,17 @@ def test_checkers_are_silent(checker):
             passed(make_hostile(config, name).run(config, checker=checker))
 
 
-def find_fault(kernel, config):
-    """Returns the report of a run, "numerics" if results are wrong, or None."""
+@functools.cache
+def mutant_problems(config):
     some = make_ragged(config, ((40, 130, 1, 100), (130, 70, 40, 33)))
     used = make_ragged(config, SOME, used=((64, 1, 0, 0, 129, 0), (130, 20, 3, 0, 0, 0)))
     others = [make_ragged(config, batch) for batch in (UNSEEN, STORING, EQUALLY_LONG)]
-    for problem in (some, used, Behind(some, 200, 1), *others):
+    return some, used, Behind(some, 200, 1), *others
+
+
+def find_fault(kernel, config):
+    """Returns the report of a run, "numerics" if results are wrong, or None."""
+    for problem in mutant_problems(config):
         result = problem.run(config, kernel=kernel, timeout=120)
         if result.verdict != "pass":
             return result.message
