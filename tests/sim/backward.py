@@ -78,6 +78,13 @@ class Problem:
         out, lse, _ = attention_ref(self.q, self.k, self.v, upcast=torch.float64, **self.options)
         return out.to(self.q.dtype), lse.float()
 
+    def launched(self, **options: Any) -> Problem:
+        """Returns the problem with ``options`` as its launch. What is expected is the same, and
+        computed once."""
+        other = dataclasses.replace(self, launch=options)
+        vars(other).update(expected=self.expected, forward=self.forward)
+        return other
+
     def run(self, config: BwdConfig, **options: Any) -> sim.SimResult:
         """Returns the kernels' result; the options are those of :func:`flashcute.sim.run_bwd`."""
         window = {"window_size": self.options["window_size"]} if config.mask == "local" else {}

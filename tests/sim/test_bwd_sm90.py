@@ -281,15 +281,15 @@ def problems_of(config):
     share tiles. They run under several schedules, as a fault shows only under some."""
     problems = [*mutant_problems(config, *MUTANT_SHAPES)]
     *shape, sms = STORED_FIRST[0]
-    several = [(shape, sms, seed) for seed in (1, 2, 3, 5)]
+    several = [(shape, sms, (1, 2, 3, 5))]
     if config.mask == "causal" and config.head_dim <= 128:
-        several.append((ASCENDING, 4, 0))
+        several.append((ASCENDING, 4, (0,)))
     if config.mask == "none":
         for (*shape, workers), seeds in ((SHARED[2], (0,)), (SHARED[0], (2, 3, 5))):
-            several += [(shape, workers * config.cluster, seed) for seed in seeds]
-    for shape, sms, seed in several:
+            several.append((shape, workers * config.cluster, seeds))
+    for shape, sms, seeds in several:
         problem = make_problem(config, shape, extras=True)
-        problems.append(dataclasses.replace(problem, launch={"sms": sms, "seed": seed}))
+        problems += [problem.launched(sms=sms, seed=seed) for seed in seeds]
     return problems
 
 
@@ -302,4 +302,6 @@ def test_mutant_is_found(mutant, planted):
 @pytest.mark.parametrize("faultless", FAULTLESS, ids=lambda m: m.name)
 def test_unmutated_kernels_pass_the_same_checks(faultless, planted):
     problems, kernel = problems_of(faultless.config), planted[faultless.name]
-    bwd_checks.check_that_nothing_is_found(faultless, kernel, problems, wrong_counts)
+    # Other tests run such problems under several schedules; one schedule of each is enough here.
+    once = {id(problem.q): problem for problem in problems}.values()
+    bwd_checks.check_that_nothing_is_found(faultless, kernel, once, wrong_counts)
