@@ -514,12 +514,15 @@ def test_gradients_of_what_is_hidden_are_exactly_zero():
 # --- 32 and 64 bits ---
 
 
-def computed(dtype, shape, causal, seed):
+def computed(dtype, shape, causal, seed, keys=None, **options):
     """Returns what the CPU computes of seeded q, k, v and dout, and these four tensors."""
     generator = torch.Generator().manual_seed(seed)
     *qkv, dout = (torch.randn(shape, generator=generator, dtype=dtype) for _ in range(4))
+    if keys:
+        b, _, h, d = shape
+        qkv[1:] = (torch.randn(b, keys, h, d, generator=generator, dtype=dtype) for _ in range(2))
     leaves = [x.clone().requires_grad_() for x in qkv]
-    out, lse, _ = flash_attn_func(*leaves, causal=causal, return_attn_probs=True)
+    out, lse, _ = flash_attn_func(*leaves, causal=causal, return_attn_probs=True, **options)
     gradients = torch.autograd.grad(out, leaves, dout)
     named = dict(zip(("dq", "dk", "dv"), gradients, strict=True))
     return out.detach(), lse.detach(), named, (*qkv, dout)
@@ -540,6 +543,35 @@ def test_accumulated_rounding_is_allowed_in_32_and_64_bits(dtype, causal, shape,
         out, lse, gradients, (q, k, v, dout) = computed(dtype, shape, causal, seed)
         check_forward(out, lse, q, k, v, causal=causal)
         check_backward(gradients, q, k, v, dout, causal=causal)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    ("rows", "keys", "options"),
+    [
+        *((*sizes, {"window_size": (1, 0)}) for sizes in ((1, 2), (1, 64), (4, 4), (30, 100))),
+        *((n, n, {"softmax_scale": -1.0}) for n in (1, 2, 3)),
+    ],
+    ids=str,
+)
+def test_few_keys_are_allowed_the_rounding_of_ds(dtype, rows, keys, options):
+    for seed in range(40):
+        *_, gradients, tensors = computed(dtype, (1, rows, 2, 8), True, seed, keys, **options)
+        check_backward(gradients, *tensors, causal=True, **options)
+
+
+@pytest.mark.parametrize("value", [torch.inf, torch.nan, 1e4])
+def test_keys_that_no_query_sees_allow_nothing(value):
+    options = {"causal": True, "window_size": (1, 0)}
+    *_, gradients, (q, k, v, dout) = computed(
+        torch.float32, (1, 4, 2, 8), keys=16, seed=0, **options
+    )
+    k[:, :10], v[:, :10] = value, value
+    check_backward(gradients, q, k, v, dout, **options)
+    for name in ("dq", "dk"):
+        wrong = {**gradients, name: 1.001 * gradients[name]}
+        reports = compare_backward(wrong, q, k, v, dout, **options)
+        assert [n for n, report in reports.items() if not report.max.ok] == [name]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
