@@ -185,7 +185,7 @@ def test_options_disagree_with_their_own_trusted_peer():
     rows = [
         option_row("sinks-a", flashcute=1.0),
         option_row("sinks-b", difference=1.0, flashcute=1.0),
-        option_row("sinks-c", flashcute=1.0) | {"difference": {}},
+        option_row("sinks-c", flashcute=1.0) | {"difference": None},
     ]
     lines = table.disagreements(result(*rows))
     assert [line.partition(" at ")[0] for line in lines] == [
@@ -211,9 +211,11 @@ def test_a_wrong_result_is_no_result(wrong):
 
 
 def test_an_output_compared_with_nothing_is_no_result():
-    unknown = row(96, flashcute=1.0) | {"difference": {}}
+    unknown = row(96, flashcute=1.0) | {"difference": None}
     (said,) = table.disagreements(result(*ROWS, unknown))
     assert said.startswith("fa2, which outputs are compared with, did not run at d=96")
+    nothing_to_compare = row(96, plain=1.0) | {"difference": {}}
+    assert table.disagreements(result(*ROWS, nothing_to_compare)) == []
 
 
 def model(name, d=128, **us):

@@ -244,13 +244,14 @@ def _differences(
     calls: Mapping[str, Callable[[], peers.Result]],
     trusted: Callable[[], peers.Result] | None,
     shape: bm.Shape,
-) -> dict[str, float]:
-    """Returns the difference of each contender's result from the trusted peer's, if that runs.
+) -> dict[str, float] | None:
+    """Returns the difference of each contender's result from the trusted peer's; None where that
+    does not run.
 
     Contenders that have other results by their nature are left out.
     """
     if trusted is None:
-        return {}
+        return None
 
     def result(call: Callable[[], peers.Result]) -> peers.Result:
         torch.manual_seed(0)  # dropout draws its mask from it
@@ -279,15 +280,15 @@ def _make(
         make = functools.partial(peers.make, causal=shape.causal, **of_pass)
     q, k, v = distributions.make(variant.inputs, sizes, DTYPES[variant.dtype], device)
     calls, missing = make(q, k, v, names=options.names)
-    reference = calls.get(trusted)
-    # Only compared with, not timed: it is not asked for, or a file's contender has its name.
-    if trusted in options.modules:
-        reference = make(q, k, v, names=(trusted,), modules={})[0].get(trusted)
-    elif trusted not in options.names:
-        compared, why = make(q, k, v, names=(trusted,))
+    reference, name = calls.get(trusted), trusted
+    in_file = trusted in options.modules and not isinstance(shape, Serving)
+    if in_file or trusted not in options.names:  # only compared with, not timed
+        own = {"modules": {}} if in_file else {}
+        compared, why = make(q, k, v, names=(trusted,), **own)
         reference, missing = compared.get(trusted), missing | why
+        name = f"the built-in {trusted}" if in_file else trusted
     difference = _differences(calls, reference, shape)
-    return calls, {"trusted": trusted, "difference": difference, "missing": missing}
+    return calls, {"trusted": name, "difference": difference, "missing": missing}
 
 
 def measure(

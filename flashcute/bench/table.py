@@ -117,16 +117,15 @@ def disagreements(result: Mapping) -> list[str]:
 
     The times of such points are not valid.
     """
-
     return [
         f"{row['trusted']}, which outputs are compared with, did not run at {describe(row)} "
         f"{row['dtype']}"
         for row in result["rows"]
-        if not row["difference"]
+        if row["difference"] is None
     ] + [
         f"{name} differs from {row['trusted']} by {value} at {describe(row)} {row['dtype']}"
         for row in result["rows"]
-        for name, value in row["difference"].items()
+        for name, value in (row["difference"] or {}).items()
         if not value <= AGREEMENT[row["dtype"]]  # NaN too
     ]
 
