@@ -376,7 +376,8 @@ class _Product(torch.autograd.Function):
         device = a.device.type
         known = torch.amp.is_autocast_available(device)  # meta tensors have no autocast
         with torch.autocast(device, enabled=False) if known else contextlib.nullcontext():
-            if device == "cpu" and a.dtype.itemsize == 2:  # few CPUs have fast products of these
+            # Few CPUs have fast products of 16 bits.
+            if device == "cpu" and a.dtype == b.dtype and a.dtype.itemsize == 2:
                 return (a.float() @ b.float()).to(a.dtype)
             return a @ b
 

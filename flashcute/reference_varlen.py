@@ -116,7 +116,11 @@ def _sequences(
     if seqused is not None:
         name = f"seqused_{side}"
         check_kind(_NAME, name, seqused)
-        check_rank(_NAME, name, seqused, "(b)")
+        if seqused.dim() != 1:
+            raise ValueError(
+                f"{_NAME}: expected {name} of shape (b,), got {name}.shape={tuple(seqused.shape)}; "
+                "pass one length per sequence"
+            )
         if seqused.dtype not in INDEX_DTYPES:
             raise TypeError(
                 f"{_NAME}: expected {name} of dtype torch.int32 or torch.int64, got "

@@ -112,9 +112,8 @@ def check_backward_varlen(
         unused[0][one.rows], unused[1][one.keys] = False, False
         parts = zip(means, (one.rows, one.keys, one.keys), strict=True)
         found = {name: gradients[name][None, part] for name, part in parts}
-        reports, of_sinks = compare_qkv(
-            *(found, one.qkv, one.dout, one.dlse, one.options, expected and expected[i])
-        )
+        given = None if expected is None else expected[i]
+        reports, of_sinks = compare_qkv(found, one.qkv, one.dout, one.dlse, one.options, given)
         pieces += [] if of_sinks is None else [of_sinks]
         for name, report in reports.items():
             means[name].append((found[name].numel(), report.mean))

@@ -42,7 +42,7 @@ def test_the_unchanged_call_is_right(function: str, paged: bool, device: str) ->
 # A compiled function checks the value of an int on the CPU when it runs, not when it is traced.
 TRACED = [c for c in CASES if "meta" in c.on and not isinstance(c.change.get("cache_seqlens"), int)]
 if not tiers.everything:  # each takes a second: one of each type of error with the same arguments
-    TRACED = [*{(c.function, *sorted(c.change), c.error): c for c in TRACED}.values()]
+    TRACED = [*{(c.function, c.paged, *sorted(c.change), c.error): c for c in TRACED}.values()]
 
 
 @pytest.mark.parametrize("case", TRACED, ids=lambda c: c.name)

@@ -150,7 +150,7 @@ WRONG = [
     (
         ValueError,
         {"seqused_q": torch.ones(5, 1).int()},
-        r"seqused_q of shape \(b\), got .*\(5, 1\); reshape",
+        r"seqused_q of shape \(b,\), got .*\(5, 1\); pass",
     ),
     (
         ValueError,

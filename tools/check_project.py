@@ -198,7 +198,7 @@ def check_module_names(paths: list[Path]) -> list[str]:
 
 
 def check_links(paths: list[Path]) -> list[str]:
-    """Forbids links of documents to what is there but ignored by git: a clone would not have it."""
+    """Forbids links of documents to files that git would not have, such as ignored ones."""
     there = {ROOT / parent for path in paths for parent in (path, *path.parents)}
     return [
         f"{path}: expected a link to a file of the project, got {target}"
