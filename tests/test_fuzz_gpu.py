@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pathlib
@@ -86,6 +87,27 @@ def test_a_case_that_fails_stops_no_other(run, capsys):
     )
     status, results = run(*alone.split())
     assert status == 1 and [x["seed"] for x in results["failures"]] == [WRONG]
+
+
+def test_a_worker_is_ready_once_all_is_set_up(monkeypatch):
+    """So what the set-up takes is not a case's time."""
+    happened = []
+
+    class Tasks:
+        send = happened.append
+
+        def recv(self):
+            raise EOFError
+
+    @contextlib.contextmanager
+    def set_up():
+        happened.append("set up")
+        yield
+
+    monkeypatch.setattr(conditions, "outputs_of_nan", set_up)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)  # this process goes on
+    fuzz_gpu.work(Tasks(), FAMILIES, 1.0, 0)
+    assert happened == ["set up", None]
 
 
 def test_cases_of_some_head_dimensions(capsys):

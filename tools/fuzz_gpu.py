@@ -171,8 +171,8 @@ def work(
         for dtype in (torch.float64, torch.float16, torch.bfloat16):  # loads torch's own kernels
             x = torch.ones(64, 64, device="cuda", dtype=dtype)
             (x @ x).sum().item()
-    tasks.send(None)
     with conditions.outputs_of_nan(), contextlib.suppress(EOFError):
+        tasks.send(None)
         while True:
             (name, arch), seeds = tasks.recv()
             with of_class(arch):
