@@ -351,7 +351,7 @@ def compare_qkv(
         measured.append(torch.stack([x.double() for x in stats]))
     few = q.dtype.itemsize >= 4 and bool((visible.sum(1) <= 3).all())
     reports = {}
-    # One synchronisation with the device for all of them.
+    # One synchronisation with the device for all of them; _rounding_of_ds() has its own.
     for name, stats in zip(("dq", "dk", "dv"), torch.stack(measured).tolist(), strict=True):
         error, total, largest, allowed, misplaced, any_ref, max_ref = stats
         n = max(truth[name].numel(), 1)

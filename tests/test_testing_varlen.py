@@ -41,6 +41,13 @@ def test_one_element_that_is_off_by_more_is_found(name, given):
         check_backward_varlen({**gradients, name: wrong}, *arguments, **options)
 
 
+def test_what_is_expected_is_taken_as_it_is_given():
+    gradients, arguments = problem(torch.float32, 0)
+    of_another = expect_gradients_varlen(*problem(torch.float32, 1)[1], causal=True)
+    with pytest.raises(AssertionError, match="sequence=0 "):
+        check_backward_varlen(gradients, *arguments, causal=True, expected=of_another)
+
+
 def test_what_is_no_gradient_is_refused():
     gradients, (q, *others) = problem(torch.float32, 0)
     fn = "check_backward_varlen: expected"
