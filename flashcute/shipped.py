@@ -77,6 +77,7 @@ _LONG = 512, 2048, 8192
 # New tokens: decoding; a step of decodes and few prompts, or of speculative tokens; prompt chunks.
 _STEPS = 1, 16, 512
 _ALONE = 1, 64  # new tokens of a lone sequence: decoding, and a short prompt behind others
+_FEW = 1, 16  # with 64 columns few sequences have other kernels than many
 
 CALLS: dict[str, tuple[Call, ...]] = {
     # Encoders and diffusion.
@@ -99,7 +100,8 @@ CALLS: dict[str, tuple[Call, ...]] = {
     # Serving.
     "llama-3-8b, decoding": _cache(32, 8, 128, 1) + _cache(32, 8, 128, *_ALONE, b=1),
     "llama-3-8b, pages": _cache(32, 8, 128, *_STEPS, page_size=16),
-    "llama-3.2-1b, pages": _cache(32, 8, 64, *_STEPS, page_size=16),
+    "llama-3.2-1b, pages": _cache(32, 8, 64, *_STEPS, page_size=16)
+    + _cache(32, 8, 64, *_FEW, b=1, page_size=16),
     "gpt-oss-20b, local, pages": _cache(64, 8, 64, *_STEPS, page_size=16, window=128),
     # Training.
     "gpt2, training": _dense(12, 12, 64, 1024, backward=True),

@@ -81,36 +81,33 @@ def test_sm80_class_over_a_cache(capability):
         assert heuristics.choose_fwd(many, capability).tile_m == 128
 
 
-LARGE = dataclasses.replace(DECODING, b=16)  # 512 MiB
+def test_few_tiles_at_head_dim_64_have_an_sm_each():
+    """Tiles of 64 rows, at most one for each SM, have all stages that two CTAs would share."""
+    few = dataclasses.replace(DECODING, h=64, d=64, b=16)
+
+    def chosen(**changes):
+        config = heuristics.choose_fwd(dataclasses.replace(few, **changes), H200)
+        return config.stages, config.min_ctas
+
+    for change in ({}, {"b": 1}, {"page_size": 16}, {"seqlen_q": 8}, {"h": 8}, {"d": 40}):
+        assert chosen(**change) == (4, 1), change
+    options = {"window": (100, 0)}, {"softcap": True}, {"alibi": True}
+    for change in ({"b": 17}, {"num_splits": 1}, {"num_splits": 7}, *options):
+        assert chosen(**change) == (2, 2), change
 
 
-def test_sm80_class_reads_large_caches(monkeypatch):
-    for d, h, h_k in ((128, 32, 8), (64, 32, 16), (128, 8, 8)):
-        problem = dataclasses.replace(LARGE, h=h, h_k=h_k, d=d)
-        config = heuristics.choose_fwd(problem, H200)
-        assert (config.arch, config.tile_m) == (80, 64)
-        assert config == heuristics.choose_fwd(problem, (8, 0))
-    monkeypatch.setenv("FLASHCUTE_ARCH", "90")
-    assert heuristics.choose_fwd(LARGE, H200).arch == 90
+def test_caches_of_all_sizes_have_the_sm90_class():
+    for b, d, page_size in itertools.product((1, 16, 1000), (64, 128), (0, 16)):
+        problem = dataclasses.replace(DECODING, b=b, d=d, page_size=page_size)
+        assert heuristics.choose_fwd(problem, H200).arch == 90
 
 
-@pytest.mark.parametrize(
-    "other",
-    [
-        *({"b": 15}, {"h": 256}, {"d": 96}, {"page_size": 16}, {"seqlen_q": 5}),
-        *({"window": (100, 0)}, {"softcap": True}, {"alibi": True}, {"cache": False}),
-    ],
-    ids=str,
-)
-def test_sm90_class_has_the_other_calls(other):
-    assert heuristics.choose_fwd(dataclasses.replace(LARGE, **other), H200).arch == 90
-
-
+@pytest.mark.parametrize("d", [64, 128])
 @pytest.mark.parametrize("num_splits", [-1, 1, 7])
-def test_a_number_of_parts_keeps_the_class_in_batches_of_all_sizes(num_splits):
+def test_a_number_of_parts_keeps_the_kernel_in_batches_of_all_sizes(num_splits, d):
     """With a given number of parts a sequence's result does not depend on other sequences."""
     configs = {
-        heuristics.choose_fwd(dataclasses.replace(LARGE, b=b, num_splits=num_splits), H200)
+        heuristics.choose_fwd(dataclasses.replace(DECODING, d=d, b=b, num_splits=num_splits), H200)
         for b in (1, 16, 1000)
     }
     assert len(configs) == 1

@@ -283,7 +283,7 @@ def test_a_backward_of_several_kernels_is_not_measured(stand_in_bwd, capsys):
 @pytest.mark.parametrize(
     ("sizes", "paged", "arch", "shape"),
     [
-        ((), False, 80, (16, 1, 8192, 16, 16)),  # 1 GiB: the sm80 class reads it faster
+        ((), False, 90, (16, 1, 8192, 16, 16)),
         (("-b", 2, "--seqlen-k", 512, "--heads-k", 4), False, 90, (2, 1, 512, 16, 4)),
         (("--seqlen-q", 4, "--page-size", 64, "--heads-k", 2), True, 90, (16, 4, 8192, 16, 2)),
     ],

@@ -57,7 +57,7 @@ WAIT, TRIGGER = "ACQBULK", "PREEXIT"
 
 def config_of_cache(head_dim, seqlen_q, page_size):
     heads = (64, 8) if head_dim == 64 else (8, 1)
-    shape = (16, seqlen_q, 4096, *heads, head_dim)
+    shape = (32, seqlen_q, 4096, *heads, head_dim)
     problem = FwdProblem("bf16", True, *shape, cache=True, page_size=page_size, num_splits=0)
     config = choose_fwd(problem, (9, 0))
     assert config.paged == (page_size > 0)

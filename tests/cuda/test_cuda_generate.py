@@ -33,7 +33,7 @@ def _built_kernels() -> None:
     configs = set()
     for b, rows in ((3, 1), *((1, n) for n in LENGTHS)):
         problem = heuristics.FwdProblem(
-            "fp16", True, b, rows, 240, 4, 2, 64, cache=True, page_size=16
+            "fp16", True, b, rows, 240, 4, 2, 64, cache=True, page_size=16, num_splits=0
         )
         if capability == (9, 0):
             configs.add(heuristics.choose_fwd(problem, capability))

@@ -56,8 +56,8 @@ MUTANTS = (
     _numerics(
         "each box from its page's first row",
         _PAGES,
-        "place.row, head, page);",
-        "0, head, page);",
+        "box.column * kSmemRow, place.row,",
+        "box.column * kSmemRow, 0,",
         _PAGED_90,
     ),
     _numerics(

@@ -1,4 +1,5 @@
-// Small kernels: the tensor maps of ragged batches, whose addresses are computed modulo 2^64.
+// Small kernels: the tensor maps of ragged batches, whose addresses are computed modulo 2^64. And
+// the priority in L2 that keys and values of a cache have.
 #include <arch_sm90.h>
 #include <cases.h>
 #include <tensor_maps_bwd_sm90.h>
@@ -100,9 +101,62 @@ struct Ragged {
     }
 };
 
+struct Hints {
+    static constexpr FwdConfig kContiguous{.arch = 90,
+                                           .dtype = DType::bf16,
+                                           .head_dim = 128,
+                                           .mask = MaskKind::none,
+                                           .tile_m = 64,
+                                           .tile_n = 64,
+                                           .warps = 4,
+                                           .stages = 2,
+                                           .min_ctas = 1};
+    static constexpr FwdConfig paged() {
+        FwdConfig config = kContiguous;
+        config.paged = true;
+        return config;
+    }
+    static constexpr FwdConfig dense() {
+        FwdConfig config = kContiguous;
+        config.min_ctas = 3;
+        config.head_dim = 64;
+        return config;
+    }
+
+    // 8 key heads of 4 query heads each, which share tiles.
+    template <FwdConfig C>
+    static bool is_first(int b, int seqlen_q, int seqlen_k) {
+        Flash_fwd_params params{};
+        params.b = b;
+        params.seqlen_q = seqlen_q;
+        params.seqlen_k = seqlen_k;
+        params.h = 32;
+        params.h_k = 8;
+        params.h_h_k_ratio = 4;
+        params.pack_shift = 2;
+        params.d = C.head_dim;
+        return kv_hint<KernelTraitsSm90<C>>(params) == sm90::CacheHint::evict_first;
+    }
+
+    template <FwdConfig C>
+    static void of_cache() {
+        expect(is_first<C>(16, 1, 4095), "less than 256 MiB");
+        expect(!is_first<C>(16, 1, 4096), "256 MiB");
+        expect(!is_first<C>(1 << 20, 1, 1 << 20), "2^52 bytes");
+        expect(is_first<C>(1, 16, 64), "all rows of a key head in a tile");
+        expect(!is_first<C>(1, 17, 64), "keys that two tiles read");
+    }
+    static cudaError_t hints() {
+        of_cache<kContiguous>();
+        of_cache<paged()>();
+        expect(!is_first<dense()>(1, 1, 64), "a kernel of dense calls");
+        return cudaSuccess;
+    }
+};
+
 Cases const cases{
     {"inside", &Ragged::inside}, {"single", &Ragged::single},           {"behind", &Ragged::behind},
-    {"before", &Ragged::before}, {"next_tensor", &Ragged::next_tensor},
+    {"before", &Ragged::before}, {"next_tensor", &Ragged::next_tensor}, {"hints", &Hints::hints},
 };
 
 }  // namespace

@@ -25,16 +25,18 @@ SHIPPED = [
 
 def over_a_cache(head_dims, masks, rows):
     """Yields the configurations chosen for ``rows`` rows over a cache, contiguous and in pages."""
-    for d, mask, m, page_size in itertools.product(head_dims, masks, rows, (0, 16)):
+    for d, mask, m, page_size, parts in itertools.product(head_dims, masks, rows, (0, 16), (0, 1)):
         window = (100, 0) if mask == "local" else None
-        of_cache = {"window": window, "cache": True, "page_size": page_size}
+        of_cache = {"window": window, "cache": True, "page_size": page_size, "num_splits": parts}
         asked = heuristics.FwdProblem("bf16", mask == "causal", 4, m, 8192, 1, 1, d, **of_cache)
         yield heuristics.choose_fwd(asked, (9, 0))
 
 
 # A CTA of one consumer warpgroup that has an SM to itself: no raise of registers is left for it.
-DECODING = [*over_a_cache((128, 192, 256), ("none", "causal"), (8,))]
+DECODING = over_a_cache((64, 128, 192, 256), ("none", "causal"), (8,))
+DECODING = [config for config in DECODING if config.min_ctas == 1]
 CACHED = DECODING + ([*over_a_cache(HEAD_DIMS, MASKS, (8, 128))] if tiers.everything else [])
+CACHED = list(dict.fromkeys(CACHED))
 CONFIGS = list(dict.fromkeys(SHIPPED + CACHED))
 COMPILED = [(config, "none") for config in CONFIGS]
 PAGED = [config for config in CONFIGS if config.paged]

@@ -1,4 +1,5 @@
-"""Tensor maps of ragged batches in the simulator: rows of a sequence, zeros behind it, reports."""
+"""Tensor maps of ragged batches in the simulator: rows of a sequence, zeros behind it, reports; and
+the priority in L2 of the keys of a cache."""
 
 import re
 
@@ -30,3 +31,7 @@ def test_report(cases, case, report):
         found = run(cases, case, seed)
         assert found["code"] == "700"
         assert re.search(report, found["error"]), found["error"]
+
+
+def test_keys_of_a_small_cache_that_one_tile_reads_leave_l2_first(cases):
+    assert run(cases, "hints")["code"] == "0"

@@ -234,8 +234,7 @@ struct MainloopFwdSm90 {
 
         CUTE_DEVICE void run_contiguous(Flash_fwd_params const &params, TileQueue &queue) {
             int index = blockIdx.x;
-            auto const hint = reads_keys_once<C>(params) ? sm90::CacheHint::evict_first
-                                                         : sm90::CacheHint::evict_last;
+            auto const hint = CtaPlan<C>::kOfCaches ? maps.kv_hint : sm90::CacheHint::evict_last;
             WorkTile tile{};
             auto const load_k = [&](int n) {
                 load_kv(hint, tile, false, tile.blocks.template block<C.mask>(n), kv);

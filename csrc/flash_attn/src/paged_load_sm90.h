@@ -122,8 +122,8 @@ struct PagedLoad {
             int const page = static_cast<int>(cute::min(static_cast<unsigned>(place.page),
                                                         static_cast<unsigned>(params.num_pages)));
             Element *const to = buffer.data() + (box.column * kTileN + box.row) * kSmemRow;
-            sm90::tma_load(&map, full, sm90::CacheHint::evict_last, to, box.column * kSmemRow,
-                           place.row, head, page);
+            sm90::tma_load(&map, full, maps.kv_hint, to, box.column * kSmemRow, place.row, head,
+                           page);
         }
     }
 
