@@ -111,7 +111,7 @@ def test_the_whole_sweep_is_the_default_on_a_gpu(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: memory)
     seen = {}
 
-    def configs_of(wanted, what):
+    def configs_of(wanted, what, names):
         seen["what"] = what
         return wanted
 

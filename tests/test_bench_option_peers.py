@@ -11,8 +11,10 @@ import torch._dynamo.config as dynamo
 
 import flashcute
 from flashcute import benchmarking as bm
-from flashcute.bench import inputs, option_peers, options, peers
+from flashcute import heuristics
+from flashcute.bench import command, inputs, option_peers, options, peers
 from flashcute.bench.options import OPTIONS
+from flashcute.bench.sweep import Variant
 from flashcute.support import Support
 
 SMALL = {
@@ -300,3 +302,24 @@ def test_the_sweep_has_no_peers_of_options():
     calls, missing = peers.make(q, k, v, True, ("plain", "flex"))
     assert calls == {}
     assert all("no contender on such shapes" in reason for reason in missing.values())
+
+
+def test_kernels_of_calls_without_options_are_built_ahead(monkeypatch):
+    """Else each would be built by its first call, one after the other."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    gpu = types.SimpleNamespace(multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda: gpu)
+
+    def configs(name, *names):
+        variant = Variant("bf16", OPTIONS[name])
+        return command.configs_of([[variant]], "fwd", names)
+
+    (with_softcap,) = configs("softcap-d256", "flashcute", "fa3")
+    assert with_softcap.softcap
+    first, second = configs("softcap-d256", "flashcute", "plain")
+    assert (first, second.softcap, second.head_dim) == (with_softcap, False, 256)
+    dense = bm.Shape(16, 1024, 1024, 12, 12, 64, False).problem("bf16")
+    ragged = configs("ragged-16-of-1024-d64-full", "plain")
+    assert heuristics.choose_fwd(dense, (9, 0)) in ragged
+    for name in ("window-127-d64-8k", "ragged-512-short-d64-full"):
+        assert len(configs(name, "plain")) == 1, name

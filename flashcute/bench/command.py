@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import importlib.util
 import itertools
 import json
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 
 import torch
@@ -117,10 +118,20 @@ def configs_for(
     return list(dict.fromkeys(choose(problem, capability, sms) for choose, problem in pairs))
 
 
-def configs_of(wanted: Iterable[Iterable[Variant]], what: str) -> list[FwdConfig | BwdConfig]:
-    """Returns the kernels of a sweep on this GPU; a backward also needs those of its forward."""
+def configs_of(
+    wanted: Iterable[Iterable[Variant]], what: str, names: Collection[str] = ()
+) -> list[FwdConfig | BwdConfig]:
+    """Returns the kernels of a sweep on this GPU; a backward also needs those of its forward, and
+    the contender ``plain``, where ``names`` has it, those of calls without options."""
     choices = [choose_fwd] if what in ("fwd", *serving.PASSES) else [choose_fwd, choose_bwd]
-    return configs_for([_problem(variant) for point in wanted for variant in point], choices)
+    variants = [variant for point in wanted for variant in point]
+    problems = [_problem(variant) for variant in variants]
+    for variant in variants if option_peers.PLAIN in names else ():
+        if isinstance(variant.shape, Option):
+            with contextlib.suppress(NotImplementedError):
+                shape = option_peers.without_options(variant.shape)
+                problems.append(shape.problem(variant.dtype))
+    return configs_for(problems, choices)
 
 
 def build(configs: Iterable[FwdConfig | BwdConfig]) -> None:
@@ -191,7 +202,7 @@ def _measure(args: argparse.Namespace) -> dict:
     names = tuple(dict.fromkeys([*options.names, *modules]))
     options = dataclasses.replace(options, names=names, modules=modules)
     if on_gpu:
-        build(configs_of(wanted, options.what))
+        build(configs_of(wanted, options.what, names))
     else:
         print(table.CPU_NOTE, file=sys.stderr)
     rows = sum(map(len, wanted))

@@ -10,6 +10,7 @@ one, so only its time counts.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -109,13 +110,24 @@ def _repeatable(x: _Problem):
     return _flashcute(x, deterministic=True)
 
 
-def _plain(x: _Problem):
-    """Makes a call of flashcute without the option; sequences of one length are a dense batch."""
-    q, k, v, shape = *x[:3], x.shape
+def without_options(shape: Option) -> bm.Shape:
+    """Returns the dense call that the contender ``plain`` runs instead of ``shape``.
+
+    Raises:
+        NotImplementedError: where no dense call has the same work.
+    """
     if shape.window != (-1, -1):
         raise NotImplementedError("without its window it is more work")
     if len(set(shape.lengths)) > 1:
         raise NotImplementedError("a dense batch has sequences of one length")
+    fields = {field.name: getattr(shape, field.name) for field in dataclasses.fields(bm.Shape)}
+    return bm.Shape(**fields)
+
+
+def _plain(x: _Problem):
+    """Makes a call of flashcute without the option; sequences of one length are a dense batch."""
+    q, k, v, shape = *x[:3], x.shape
+    without_options(shape)
     if shape.lengths:
         q, k, v = (y.unflatten(0, (shape.b, shape.seqlen_q)) for y in (q, k, v))
         return lambda: flash_attn_func(q, k, v, causal=shape.causal).flatten(0, 1)
