@@ -65,17 +65,6 @@ def test_facts_quote_the_other_benchmarks(path, measured, peers):
         assert f"{ratios.geomean:.3f}" in text, peer
 
 
-def test_facts_count_the_shipped_kernels():
-    count = collections.Counter(
-        (type(config).__name__, config.arch) for config in shipped.instantiations().values()
-    )
-    lines = (ROOT / "docs" / "facts.md").read_text(encoding="utf-8").splitlines()
-    (row,) = (line for line in lines if line.startswith("| shipped kernels |"))
-    said = map(int, re.findall(r"(\d+) of the sm[89]0 class", row))
-    kinds = [(kind, arch) for kind in ("FwdConfig", "BwdConfig") for arch in (80, 90)]
-    assert dict(zip(kinds, said, strict=True)) == count
-
-
 def test_how_much_the_candidates_of_the_search_differ():
     """docs/tried_sm90.md has the range of the search's results over head dimensions and masks."""
     name_of_file = "search_sm90_no_max_h200.json"

@@ -88,9 +88,12 @@ def planted(tmp_path_factory):
 )
 @each
 def test_gradients(config, batch):
-    """With sinks and a gradient of the log-sum-exp; rows of no sequence are NaN."""
+    """With sinks and a gradient of the log-sum-exp; rows of no sequence are NaN. Counters are
+    exact, and shared memory has no bank conflicts."""
     problem = make_ragged(config, batch)
-    problem.check(problem.run(config, copy_mode="random"))
+    result = problem.run(config, copy_mode="random")
+    problem.check(result)
+    assert not wrong_counts(config, batch, result)
 
 
 @each_causal
@@ -252,13 +255,6 @@ def wrong_counts(config, batch, result, heads=4):
         or counters["wgmma"] != n * instructions(config)
         or counters["reduction_bytes"] != added * 4 * config.dkv.step * config.head_dim
     )
-
-
-@pytest.mark.parametrize("batch", [SOME, LONG], ids=name_of)
-@each
-def test_work_done_is_the_work_planned(config, batch):
-    problem = make_ragged(config, batch)
-    assert not wrong_counts(config, batch, passed(problem.run(config)))
 
 
 def planned(config, batch):
