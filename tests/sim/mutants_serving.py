@@ -56,8 +56,8 @@ MUTANTS = (
     _numerics(
         "each box from its page's first row",
         _PAGES,
-        "box.column * kSmemRow, place.row,",
-        "box.column * kSmemRow, 0,",
+        "ragged_rows(steps, maps.box_rows, place.row,",
+        "ragged_rows(steps, maps.box_rows, 0,",
         _PAGED_90,
     ),
     _numerics(
@@ -112,9 +112,16 @@ MUTANTS = (
     _simulator(
         "no zeros behind the keys",
         _PAGES,
-        "static_cast<unsigned>(place.page) < static_cast<unsigned>(params.num_pages);",
-        "true;",
+        "return static_cast<unsigned>(place.page) < static_cast<unsigned>(params.num_pages);",
+        "return true;",
         _OUTSIDE,
+    ),
+    _numerics(
+        "rows of a page behind the last key",
+        _PAGES,
+        "any ? keys - box.row : 0",
+        "any ? maps.box_rows : 0",
+        _PAGED_90,
     ),
     _simulator(
         "copies without a fence",
@@ -186,13 +193,6 @@ MUTANTS = (
         "queries never released by a warpgroup at rest",
         _REST,
         "Consumer::release(&storage.q_empty[consumer.warpgroup]);",
-        "",
-        "deadlock|barrier",
-    ),
-    _simulator(
-        "share of zeros in V left out by a warpgroup at rest",
-        _REST,
-        "if (n == last) consumer.zero_rows_behind_keys(params, consumer.tile(), n);",
         "",
         "deadlock|barrier",
     ),

@@ -464,15 +464,15 @@ _OPERANDS = (
     _numerics(
         "tensor map with the strides of rows and heads exchanged",
         _MAPS,
-        "{row_stride, head_stride, batch_stride}",
-        "{head_stride, row_stride, batch_stride}",
+        "{of_entry, row_stride}, {params.h_k, head_stride}",
+        "{of_entry, head_stride}, {params.h_k, row_stride}",
     ),
-    _simulator(
-        "tensor map of too many rows",
+    _numerics("tensor map without the last row", _MAPS, "y_size = 1 + ", "y_size = "),
+    _numerics(
+        "keys of another batch entry",
         _MAPS,
-        "{params.d, sizes.rows, params.h_k, sizes.batch}",
-        "{params.d, sizes.rows + 64, params.h_k, sizes.batch}",
-        r"TMA for mbarrier \d+ .* reads outside every tensor",
+        "head * steps.head + batch * steps.batch",
+        "head * steps.head + batch * steps.row",
     ),
     dataclasses.replace(
         _numerics(
@@ -502,27 +502,27 @@ _OPERANDS = (
     _numerics(
         "packed heads laid out behind each other",
         _MAPS,
-        "{Traits::kSmemRow, heads, 64 / heads, 1, 1}",
+        "{Traits::kSmemRow, 64 / positions, positions, 1, 1}",
         "{Traits::kSmemRow, 1, 64, 1, 1}",
     ),
     _simulator(
         "padding of packed heads inside the tensor map",
         _MAPS,
-        "{params.d, packed, sizes.rows,",
-        "{params.d, packed + 1, sizes.rows,",
+        "{params.d, packed, kRaggedRows,",
+        "{params.d, packed + 1, kRaggedRows,",
         r"TMA for mbarrier \d+ .* reads outside every tensor",
     ),
     _numerics(
         "rows of another head in a packed tile",
         _MAINLOOP,
-        "tile.row_q + row_position(params, row), tile.head,",
-        "tile.row_q + row_position(params, row), tile.head_q,",
+        "tile.seqlen_q - position, tile.head,",
+        "tile.seqlen_q - position, tile.head_q,",
     ),
     _simulator(
         "page that lands beside its place",
         _MAINLOOP,
-        "kTileN * Traits::kSmemRow, tile.row_k + block * kTileN, tile.head_k,",
-        "kTileM * Traits::kSmemRow, tile.row_k + block * kTileN, tile.head_k,",
+        "kTileN * Traits::kSmemRow, rows.x, rows.y,",
+        "kTileM * Traits::kSmemRow, rows.x, rows.y,",
         f"{_OVERWRITTEN}|copy under way|{_UNAWAITED}",
     ),
     _simulator(

@@ -8,27 +8,43 @@ from mutants_sm90 import ASKING, STRIDING
 _MAINLOOP = "mainloop_fwd_sm90.h"
 _SEGMENTS = "plan_segments.h"
 _OUTSIDE = "outside (every tensor|of )"
-_KEYS = "zero_rows_behind_keys(params, tile, n--);"
 
 MUTANTS = (
-    Mutant("V behind a sequence not zeroed", _MAINLOOP, _KEYS, "n--;", "numerics", "", ASKING),
     Mutant(
-        "zeros in V not fenced",
-        "zero_rows_sm90.h",
-        "    sm90::fence_async_proxy();\n",
+        "keys do not end where a sequence does",
+        _MAINLOOP,
+        "tile.seqlen_k - row, tile.head_k, tile.batch_k",
+        "kTileN, tile.head_k",
+        "numerics",
         "",
-        "simulator",
-        "fence",
         ASKING,
     ),
     Mutant(
-        "zeros in V not awaited by the other warpgroup",
+        "keys end a row later",
         _MAINLOOP,
-        "sm90::named_barrier_sync(1 + kWarpgroups, Traits::kMmaThreads);",
-        "",
+        "tile.seqlen_k - row, tile.head_k, tile.batch_k",
+        "tile.seqlen_k + 1 - row, tile.head_k",
         "numerics",
         "",
-        STRIDING,  # no turns order its warpgroups
+        STRIDING,
+    ),
+    Mutant(
+        "queries end a row earlier",
+        _MAINLOOP,
+        "tile.seqlen_q - position, tile.head",
+        "tile.seqlen_q - 1 - position, tile.head",
+        "numerics",
+        "",
+        ASKING,
+    ),
+    Mutant(
+        "a tensor's rows begin a row later",
+        "tensor_maps_sm90.h",
+        "{kRaggedRows - rows,",
+        "{kRaggedRows - rows + 1,",
+        "numerics",
+        "",
+        ASKING,
     ),
     Mutant(
         "keys of the next sequence",
@@ -72,8 +88,8 @@ MUTANTS = (
     Mutant(
         "queries' offset for the keys, TMA",
         _MAINLOOP,
-        "tile.row_k + block * kTileN, tile.head_k",
-        "tile.row_q + block * kTileN, tile.head_k",
+        "kTileN, tile.row_k + row,",
+        "kTileN, tile.row_q + row,",
         "numerics",
         "",
         ASKING,

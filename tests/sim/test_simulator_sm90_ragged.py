@@ -23,6 +23,7 @@ def test_rows_of_a_sequence_and_zeros_behind_it(cases, case):
     [
         ("behind", r"TMA for mbarrier 0 .* reads outside every tensor"),
         ("before", r"TMA for mbarrier 0 .* reads outside every tensor"),
+        ("nowhere", r"TMA for mbarrier 0 .* reads its tensor's address, which is in no tensor"),
         ("next_tensor", r"TMA for mbarrier 0 .* reads outside the tensor of its descriptor"),
     ],
 )
@@ -31,6 +32,10 @@ def test_report(cases, case, report):
         found = run(cases, case, seed)
         assert found["code"] == "700"
         assert re.search(report, found["error"]), found["error"]
+
+
+def test_steps_of_rows_heads_and_entries_in_layouts_of_all_kinds(cases):
+    assert run(cases, "axes")["code"] == "0"
 
 
 def test_keys_of_a_small_cache_that_one_tile_reads_leave_l2_first(cases):

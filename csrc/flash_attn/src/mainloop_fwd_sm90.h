@@ -25,7 +25,6 @@
 #include "tile_scheduler.h"
 #include "utils.h"
 #include "work_tile.h"
-#include "zero_rows_sm90.h"
 
 namespace flash {
 
@@ -133,30 +132,40 @@ struct MainloopFwdSm90 {
         CUTE_DEVICE static bool loads_v(uint32_t i) { return !C.paged || i >= 32 * Pages::kWarps; }
 
         // Loads each warpgroup's 64 rows: of one head, or of all packed heads of some positions.
+        // Rows behind the sequence are zeros: the rows of a warp decide together when it raises its
+        // references, and results must not depend on other sequences.
         CUTE_DEVICE void load_q(Flash_fwd_params const &params, WorkTile const &tile) {
             if (!leads()) return;
             for (int wg = 0; wg < kWarpgroups; ++wg) {
                 int const row = tile.m_block * kTileM + wg * 64;
+                int const position = row_position(params, row);
+                RaggedRows const rows =
+                    ragged_rows(maps.q_steps, q_box(params), tile.row_q + position,
+                                tile.seqlen_q - position, tile.head, tile.batch);
                 sm90::barrier_wait(&storage.q_empty[wg], q_parity ^ 1);
                 load_box<Traits>(maps.q, &storage.q_full[wg], kBytesQ, sm90::CacheHint::evict_first,
                                  storage.q.data() + wg * 64 * Traits::kSmemRow,
-                                 kTileM * Traits::kSmemRow, row_head(params, row),
-                                 tile.row_q + row_position(params, row), tile.head, tile.batch);
+                                 kTileM * Traits::kSmemRow, row_head(params, row), rows.x, rows.y,
+                                 kRaggedZ);
             }
             q_parity ^= 1;
         }
 
         // Loads a block of the tile's keys, or of its values, into the stage at which `ring` is.
+        // Behind the last key V's rows must be zeros: their P is 0, but 0 times NaN is NaN.
         CUTE_DEVICE void load_kv(sm90::CacheHint hint, WorkTile const &tile, bool values, int block,
                                  RingKV ring) {
             int const stage = ring.stage();
             sm90::Barrier *const full = (values ? storage.v_full : storage.k_full) + stage;
             sm90::Barrier *const empty = (values ? storage.v_empty : storage.k_empty) + stage;
             auto &smem = (values ? storage.v : storage.k)[stage];
+            int const row = block * kTileN;
+            auto const &steps = values ? maps.v_steps : maps.k_steps;
+            RaggedRows const rows = ragged_rows(steps, kTileN, tile.row_k + row,
+                                                tile.seqlen_k - row, tile.head_k, tile.batch_k);
             sm90::barrier_wait(empty, ring.parity() ^ 1);
             load_box<Traits>(values ? maps.v : maps.k, full, kBytesKV, hint, smem.data(),
-                             kTileN * Traits::kSmemRow, tile.row_k + block * kTileN, tile.head_k,
-                             tile.batch_k);
+                             kTileN * Traits::kSmemRow, rows.x, rows.y, kRaggedZ);
         }
 
         // Loads a block of keys or values from a paged cache. Called by the two warps of that
@@ -177,8 +186,9 @@ struct MainloopFwdSm90 {
                     values ? Pages::values(params, tile.head_k) : Pages::keys(params, tile.head_k);
                 Pages::copy_rows(thread, params, x, places, await_buffer, full, smem);
             } else {
-                Pages::load_boxes(thread, params, maps, values ? maps.v : maps.k, places[0],
-                                  tile.head_k, await_buffer, full, smem);
+                Pages::load_boxes(thread, params, maps, values ? maps.v : maps.k,
+                                  values ? maps.v_steps : maps.k_steps, places[0],
+                                  tile.seqlen_k - row, tile.head_k, await_buffer, full, smem);
             }
             kv.advance();
         }
@@ -319,14 +329,20 @@ struct MainloopFwdSm90 {
             sm90::barrier_arrive(empty, now && threadIdx.x % 32 == 0);
         }
 
+        CUTE_DEVICE static uint32_t uniform(uint32_t x) { return __shfl_sync(0xffffffffu, x, 0); }
+
         // The current tile, as the producer has published it.
         CUTE_DEVICE WorkTile const &tile() const { return storage.tile[tiles.stage()]; }
         CUTE_DEVICE OutputOffset const &output() const { return storage.output[tiles.stage()]; }
-        // The tile for the epilogue: the copy in registers or, in paged kernels, the published one.
-        // There copies spilled where warpgroups may rest, and nvcc gave the wgmma of the two loops
-        // different registers. Under a window nvcc does that without the copy, which stays there.
+        // The tile for the epilogue: the copy in registers or, in paged kernels and at head
+        // dimension 32, where copies spill, the published one. Under a window nvcc then gives the
+        // wgmma of the two loops different registers, so the copy stays there.
         CUTE_DEVICE WorkTile const &again(WorkTile const &copy) const {
-            return C.paged && C.mask != MaskKind::local ? tile() : copy;
+            constexpr bool kSpills = C.paged || kHeadDim == 32;
+            if constexpr (!kSpills || C.mask == MaskKind::local) return copy;
+            RingTiles same = tiles;  // nvcc would keep the address from the tile's begin on
+            if constexpr (kMayRest<C>) sm90::pin_register(same.uses);
+            return storage.tile[same.stage()];
         }
 
         // Called once S is complete. Releases K's stage. Also releases Q: after the tile's first
@@ -353,8 +369,6 @@ struct MainloopFwdSm90 {
             __syncwarp();
             release(&storage.tile_empty[tiles.stage()]);
             tiles.advance();
-            // Keeps nvcc from computing the next slot's address as a tile begins: it spills.
-            if constexpr (kMayRest<C>) sm90::pin_register(tiles.uses);
             small = kSmallCap;
         }
 
@@ -369,11 +383,11 @@ struct MainloopFwdSm90 {
                 }
                 if (tile().blocks.count > 0) {
                     if (has_rows<Traits>(params, tile(), warpgroup)) {
-                        // k.uses is warp-uniform on both paths; nvcc needs to be told.
-                        if constexpr (kMayRest<C>) k.uses = __shfl_sync(0xffffffffu, k.uses, 0);
+                        // The rings' uses are warp-uniform, rested or not; nvcc needs to be told.
+                        if constexpr (kMayRest<C>) tiles.uses = uniform(tiles.uses);
                         return true;
                     }
-                    rest(*this, params);
+                    rest(*this);
                 } else {
                     Epilogue::store_empty(params, tile(), output(), thread);
                 }
@@ -425,33 +439,6 @@ struct MainloopFwdSm90 {
             if (kSmallCap && small && !masked) capped = small = small_cap.apply(tSrS);
             score_mod.apply(tSrS, thread, block(), capped);
             if (masked) Mask<C>{params, tile}.template apply<Traits>(tSrS, thread, block());
-        }
-
-        // Zeroes rows of Q past the end of the sequence. In a ragged batch the TMA box has the next
-        // sequence's rows there, in a dense batch zeros. The rows of a warp decide together when it
-        // raises its references, and results must not depend on other sequences.
-        CUTE_DEVICE void zero_rows_behind_queries(Flash_fwd_params const &params,
-                                                  WorkTile const &tile) {
-            int const rows = num_rows(params, tile.seqlen_q) - tile.m_block * kTileM;
-            if (params.plan_ptr != nullptr && rows < (warpgroup + 1) * 64) {
-                zero_rows<kHeadDim>(storage.q.data(), typename Traits::SmemLayoutQ{},
-                                    cute::max(rows, warpgroup * 64), (warpgroup + 1) * 64,
-                                    thread % 128, 128);
-                sm90::named_barrier_sync(2 + kWarpgroups + warpgroup, 128);
-            }
-        }
-
-        // Zeroes V's rows past the last key: their P is 0, but 0 times NaN is NaN. All consumers
-        // take part. visit: the tile's first; no other block is cut by the end of the keys.
-        CUTE_DEVICE void zero_rows_behind_keys(Flash_fwd_params const &params, WorkTile const &tile,
-                                               int visit) {
-            int const rows = tile.seqlen_k - tile.blocks.template block<C.mask>(visit) * kTileN;
-            if (params.plan_ptr != nullptr && rows < kTileN) {
-                await_v();
-                zero_rows<kHeadDim>(storage.v[v().stage()].data(), typename Traits::SmemLayoutKV{},
-                                    rows, kTileN, thread, Traits::kMmaThreads);
-                sm90::named_barrier_sync(1 + kWarpgroups, Traits::kMmaThreads);
-            }
         }
 
         // Ping-pong: the warpgroups issue their products in turns, so that the softmax of one runs
@@ -543,7 +530,6 @@ struct MainloopFwdSm90 {
                 ScoreMod<Traits, 2> const score_mod(params, tile, thread);
                 Dropout<Traits> const dropout(params, tile, thread);
                 await_q();
-                zero_rows_behind_queries(params, tile);
                 load_q_fragments(tSrQreg);
                 await_k();
                 issue_qk();
@@ -554,7 +540,8 @@ struct MainloopFwdSm90 {
                 softmax.start(tSrS, tOrP);
                 dropout.apply(tOrP, tile.blocks.template block<C.mask>(n));
                 clear(rO);
-                zero_rows_behind_keys(params, tile, n--);
+                --n;
+                if constexpr (kMayRest<C>) k.uses = uniform(k.uses);
                 // Each warp takes the loop that its rows need, but PTX asks all four of a warpgroup
                 // to execute the same wgmma. In kernels that ship, both loops' are the same words
                 // (test_shipped_kernels.py); in some others a register differs (facts.md).

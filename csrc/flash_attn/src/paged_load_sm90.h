@@ -59,6 +59,9 @@ struct PagedLoad {
     struct Place {
         int page, row;
     };
+    CUTE_DEVICE static bool exists(Flash_fwd_params const &params, Place const &place) {
+        return static_cast<unsigned>(place.page) < static_cast<unsigned>(params.num_pages);
+    }
     // The rows of a block that a thread looks up.
     using Places = cute::array<Place, kPlaces>;
 
@@ -101,15 +104,19 @@ struct PagedLoad {
         return places;
     }
 
-    // Loads a block in TMA boxes of maps.box_rows rows, one after the other in the buffer. Called
-    // by all lanes of a warp, each of which loads one box at most; lane 0 arrives at `full` and
-    // adds the bytes of all (expect_tx).
+    // Loads a block in TMA boxes of maps.box_rows rows, one after the other in the buffer; zeros
+    // behind `keys` rows and where no page exists. Called by all lanes of a warp, each of which
+    // loads one box at most; lane 0 arrives at `full` and adds the bytes of all (expect_tx).
     template <class Await>
     CUTE_DEVICE static void load_boxes(int thread, Flash_fwd_params const &params,
                                        TensorMapsSm90 const &maps, CUtensorMap const &map,
-                                       Place place, int head, Await const &await_buffer,
-                                       sm90::Barrier *full, Buffer &buffer) {
+                                       RaggedSteps const &steps, Place place, int keys, int head,
+                                       Await const &await_buffer, sm90::Barrier *full,
+                                       Buffer &buffer) {
         Box const box = box_of(thread, maps);
+        bool const any = exists(params, place);
+        RaggedRows const rows = ragged_rows(steps, maps.box_rows, place.row,
+                                            any ? keys - box.row : 0, head, any ? place.page : 0);
         await_buffer();
         bool const loads = box.row < kTileN;
         int const boxes = __popc(__ballot_sync(0xffffffffu, loads));
@@ -117,13 +124,9 @@ struct PagedLoad {
         if (thread % 32 == 0) sm90::barrier_arrive_expect(full, bytes);
         __syncwarp();
         if (loads) {
-            // For a page that does not exist, the one behind the last: out of bounds, TMA writes
-            // zeros.
-            int const page = static_cast<int>(cute::min(static_cast<unsigned>(place.page),
-                                                        static_cast<unsigned>(params.num_pages)));
             Element *const to = buffer.data() + (box.column * kTileN + box.row) * kSmemRow;
-            sm90::tma_load(&map, full, maps.kv_hint, to, box.column * kSmemRow, place.row, head,
-                           page);
+            sm90::tma_load(&map, full, maps.kv_hint, to, box.column * kSmemRow, rows.x, rows.y,
+                           kRaggedZ);
         }
     }
 
@@ -147,12 +150,11 @@ struct PagedLoad {
         for (int part = 0; part < kPlaces; ++part) {
             Place const place = places[part];
             int const begin = part * kRowsLookedUp;
-            bool const exists =
-                static_cast<unsigned>(place.page) < static_cast<unsigned>(params.num_pages);
+            bool const any = exists(params, place);
             int64_t const offset =
-                exists ? place.page * x.page_stride + place.row * x.row_stride : int64_t(0);
+                any ? place.page * x.page_stride + place.row * x.row_stride : int64_t(0);
             auto const address = reinterpret_cast<unsigned long long>(x.gmem + offset);
-            uint32_t const existing = __ballot_sync(0xffffffffu, exists);
+            uint32_t const existing = __ballot_sync(0xffffffffu, any);
             // The lane that looked up a row hands its address to those that copy it.
             auto const copy_step = [&](int i) {
                 int const source = lane / kLanes + i * kWarpRows;

@@ -26,22 +26,20 @@ CUTE_DEVICE bool has_rows(Flash_fwd_params const &params, WorkTile const &tile, 
 }
 
 // Releases the tile's buffers as they arrive, without reading them. The warpgroup still takes its
-// ping-pong turns and writes its share of zeros to V. Lanes leave an mbarrier wait one by one, so
-// each warp reconverges before one lane releases for all.
+// ping-pong turns. Lanes leave an mbarrier wait one by one, so each warp reconverges before one
+// lane releases for all.
 template <class Consumer>
-CUTE_DEVICE void rest(Consumer &consumer, Flash_fwd_params const &params) {
+CUTE_DEVICE void rest(Consumer &consumer) {
     auto &storage = consumer.storage;
     consumer.await_q();
     __syncwarp();
     Consumer::release(&storage.q_empty[consumer.warpgroup]);
-    int const last = consumer.tile().blocks.count - 1;
     CUTE_NO_UNROLL
-    for (int n = last; n >= 0; --n) {
+    for (int n = consumer.tile().blocks.count; n > 0; --n) {
         consumer.await_k();
         __syncwarp();
         Consumer::release(&storage.k_empty[consumer.k.stage()]);
         consumer.k.advance();
-        if (n == last) consumer.zero_rows_behind_keys(params, consumer.tile(), n);
         consumer.await_v();
         __syncwarp();
         consumer.wait_turn();

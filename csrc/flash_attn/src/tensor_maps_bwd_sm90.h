@@ -12,6 +12,8 @@
 
 namespace flash {
 
+static_assert(kMaxBwdTokens <= kRaggedRows && kMaxBwdTokens < kRaggedSize);
+
 struct TensorMapsBwdSm90 {
     CUtensorMap q, dout, k, v, stats;
 };
@@ -20,37 +22,15 @@ struct TensorMapsBwdSm90 {
 // of kStatsRow queries.
 inline constexpr int kStatsRow = 64;
 
-// To TMA the rows of a ragged batch are three dimensions, x, y and z. A step of x or y is a row,
-// and kRaggedZ steps of z are kRaggedRows rows back, as TMA computes addresses modulo 2^64. Only
-// the end of x, kRaggedRows, is ever reached. Row i of a sequence is
-//
-//   x = kRaggedRows - length + i, y = begin + length, z = kRaggedZ,
-//
-// so rows behind the sequence arrive as zeros. The idea is that of Triton's ragged_tma.
-inline constexpr int kRaggedRows = 1 << 30;
-inline constexpr int kRaggedZ = 1 << 30;
-inline constexpr int64_t kRaggedSize = 0x7fff0000;  // of y and z, as Triton's
-static_assert(kMaxBwdTokens <= kRaggedRows && kMaxBwdTokens < kRaggedSize);
-
-// The stride of z in bytes: kRaggedZ strides are 2^64 bytes less kRaggedRows rows of row_bytes.
-inline constexpr int64_t ragged_z_bytes(int64_t row_bytes) {
-    static_assert(kRaggedZ == kRaggedRows);
-    return (int64_t(1) << 34) - row_bytes;
-}
-static_assert(uint64_t(kRaggedZ) * uint64_t(ragged_z_bytes(256)) + uint64_t(kRaggedRows) * 256 ==
-              0);
-
-// Makes the map of a ragged batch's rows as (d, x, heads, y, z), in boxes of box_rows rows.
+// Describes the rows of a ragged batch as (d, x, heads, y, z), in boxes of box_rows rows.
 template <class Traits>
 cudaError_t make_ragged_map(CUtensorMap &map, void const *ptr, int d, int rows, int heads,
                             int64_t row_stride, int64_t head_stride, cuuint32_t box_rows) {
     constexpr BoxFormat format = box_format<Traits>();
-    // A single row may come with any stride; 16 bytes then stand for it.
-    int64_t const row = rows > 1 ? row_stride : 16 / format.bytes;
-    return make_tensor_map<5>(
-        map, format, ptr, {d, kRaggedRows, heads, kRaggedSize, kRaggedSize},
-        {row, head_stride, row, ragged_z_bytes(row * format.bytes) / format.bytes},
-        {Traits::kSmemRow, box_rows, 1, 1, 1});
+    RaggedAxes const axes(format.bytes, {rows, row_stride}, {1, 0}, {1, 0});
+    return make_tensor_map<5>(map, format, ptr, {d, kRaggedRows, heads, axes.y_size, kRaggedSize},
+                              {axes.x_stride, head_stride, axes.y_stride, axes.z_stride},
+                              {Traits::kSmemRow, box_rows, 1, 1, 1});
 }
 
 template <class Traits>

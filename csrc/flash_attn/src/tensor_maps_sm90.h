@@ -16,21 +16,6 @@
 
 namespace flash {
 
-struct TensorMapsSm90 {
-    CUtensorMap q, k, v;
-    int box_rows;              // of k and v: a box lies within one page and one key block
-    cutlass::FastDivmod page;  // divides a row's number by the rows of a page
-    sm90::CacheHint kv_hint;   // of k and v in kernels of caches; other kernels evict them last
-
-    // Boxes of fewer rows take too long to issue, as a warp issues its lanes' boxes one after the
-    // other. Pages of one token, in boxes of 128 bytes by one warp, reached 0.204 of the speed of a
-    // contiguous cache. With one query and 32/8 heads of 128, four warps that copy by cp.async
-    // reach 0.88 to 0.94 of it, boxes of 16 rows 0.96 to 1.00 (docs/facts.md).
-    static constexpr int kLeastBoxRows = 16;
-    // Whether keys and values are loaded by cp.async instead of TMA.
-    CUTE_HOST_DEVICE bool copies() const { return box_rows < kLeastBoxRows; }
-};
-
 // Returns the driver's cuTensorMapEncodeTiled, looked up once; null where the driver has none.
 inline decltype(&cuTensorMapEncodeTiled) tensor_map_encoder() {
     static auto const encoder = [] {
@@ -91,52 +76,130 @@ constexpr BoxFormat box_format() {
             Traits::kSmemRow == 64 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B};
 }
 
-// How many rows a batch entry has in a TMA descriptor, and how many entries there are. All queries
-// of a ragged batch are one entry, and so are its keys unless they lie in a cache.
-struct MapSizes {
-    int64_t rows, batch;
+// To TMA the rows of a tensor are three dimensions, x, y and z, where a sequence may end within a
+// box. A step of x is a row, and kRaggedZ steps of z are kRaggedRows rows back, as TMA computes
+// addresses modulo 2^64. Only the end of x, kRaggedRows, is ever reached: of a box that begins at
+// x = kRaggedRows - n the first n rows are loaded, and those behind them arrive as zeros. Its first
+// row is where y says, less n rows; z = kRaggedZ. The idea is that of Triton's ragged_tma. An
+// address kRaggedRows rows ahead would save z, but of a box that is outside the tensor as a whole
+// TMA reads that address (docs/facts.md).
+inline constexpr int kRaggedRows = 1 << 30;
+inline constexpr int kRaggedZ = 1 << 30;
+inline constexpr int64_t kRaggedSize = 0x7fff0000;  // of z, and the most of y, as Triton's
+
+// The stride of z in bytes: kRaggedZ strides are 2^64 bytes less kRaggedRows rows of row_bytes.
+inline constexpr int64_t ragged_z_bytes(int64_t row_bytes) {
+    static_assert(kRaggedZ == kRaggedRows);
+    return (int64_t(1) << 34) - row_bytes;
+}
+static_assert(uint64_t(kRaggedZ) * uint64_t(ragged_z_bytes(256)) + uint64_t(kRaggedRows) * 256 ==
+              0);
+
+// How many steps of y a row, a head and a batch entry are.
+struct RaggedSteps {
+    int row, head, batch;
 };
-inline MapSizes q_sizes(Flash_fwd_params const &params) {
+
+// The strides and sizes of rows that are x, y and z, where y also counts heads and batch entries.
+struct RaggedAxes {
+    struct Axis {
+        int64_t size, stride;  // in elements
+    };
+    int64_t x_stride, y_stride, z_stride, y_size;
+    RaggedSteps steps;
+
+    RaggedAxes(int element_bytes, Axis rows, Axis heads, Axis batch) {
+        // A single row may come with any stride; 16 bytes then stand for it.
+        x_stride = rows.size > 1 ? rows.stride : 16 / element_bytes;
+        int64_t const head = heads.size > 1 ? heads.stride : 0;
+        int64_t const entry = batch.size > 1 ? batch.stride : 0;
+        y_stride = std::gcd(std::gcd(x_stride, head), entry);
+        if (y_stride == 0) y_stride = 16 / element_bytes;
+        z_stride = ragged_z_bytes(x_stride * element_bytes) / element_bytes;
+        auto const step = [&](int64_t stride) { return static_cast<int>(stride / y_stride); };
+        steps = {step(x_stride), step(head), step(entry)};
+        int64_t const behind = rows.size * x_stride + (heads.size - 1) * head;
+        y_size = 1 + (behind + (batch.size - 1) * entry) / y_stride;  // up to kRaggedSize
+    }
+};
+
+// The coordinates of rows `first` to first + count - 1, of which a box holds the first ones; zeros
+// follow. count may be 0 or negative.
+struct RaggedRows {
+    int x, y;
+};
+CUTE_HOST_DEVICE RaggedRows ragged_rows(RaggedSteps const &steps, int box, int first, int count,
+                                        int head, int batch) {
+    int const rows = cute::min(count, box);
+    return {kRaggedRows - rows,
+            (first + rows) * steps.row + head * steps.head + batch * steps.batch};
+}
+
+// Positions in a TMA box of Q, which has a warpgroup's 64 rows.
+CUTE_HOST_DEVICE int q_box(Flash_fwd_params const &params) {
+    return params.pack_shift < 6 ? 64 >> params.pack_shift : 1;
+}
+
+// Describes Q as (d, packed heads, x, y, z); y counts grid heads and batch entries, too. Packed
+// heads vary first, as in the numbering of a tile's rows; those up to the next power of two are
+// padding, outside the tensor. All queries of a ragged batch are one entry.
+template <class Traits>
+cudaError_t make_tensor_map_q(CUtensorMap &q, RaggedSteps &steps, Flash_fwd_params const &params) {
+    constexpr BoxFormat format = box_format<Traits>();
     bool const ragged = params.plan_ptr != nullptr;
-    return ragged ? MapSizes{params.total_q, 1} : MapSizes{params.seqlen_q, params.b};
-}
-template <class Traits>
-MapSizes kv_sizes(Flash_fwd_params const &params) {
-    if (params.plan_ptr == nullptr) {
-        return {params.seqlen_k, params.b};
-    }
-    if (params.is_cache == 0) {
-        return {params.total_k, 1};
-    }
-    return {Traits::kConfig.paged ? params.page_size : params.seqlen_k, params.num_pages};
-}
-
-// Describes Q as (d, packed heads, seqlen_q, grid heads, b), in boxes of a warpgroup's 64 rows.
-// Packed heads vary first, as in the numbering of a tile's rows; those up to the next power of two
-// are padding, outside the tensor.
-template <class Traits>
-cudaError_t make_tensor_map_q(CUtensorMap &map, Flash_fwd_params const &params) {
     int64_t const packed = params.pack_shift > 0 ? params.h_h_k_ratio : 1;
-    cuuint32_t const heads = params.pack_shift < 6 ? 1u << params.pack_shift : 64;
-    MapSizes const sizes = q_sizes(params);
-    return make_tensor_map<5>(map, box_format<Traits>(), params.q_ptr,
-                              {params.d, packed, sizes.rows, num_grid_heads(params), sizes.batch},
-                              {params.q_head_stride, params.q_row_stride,
-                               packed * params.q_head_stride, params.q_batch_stride},
-                              {Traits::kSmemRow, heads, 64 / heads, 1, 1});
+    auto const positions = static_cast<cuuint32_t>(q_box(params));
+    RaggedAxes const axes(format.bytes,
+                          {ragged ? params.total_q : params.seqlen_q, params.q_row_stride},
+                          {num_grid_heads(params), packed * params.q_head_stride},
+                          {ragged ? 1 : params.b, params.q_batch_stride});
+    if (axes.y_size > kRaggedSize) return cudaErrorInvalidValue;
+    steps = axes.steps;
+    return make_tensor_map<5>(q, format, params.q_ptr,
+                              {params.d, packed, kRaggedRows, axes.y_size, kRaggedSize},
+                              {params.q_head_stride, axes.x_stride, axes.y_stride, axes.z_stride},
+                              {Traits::kSmemRow, 64 / positions, positions, 1, 1});
 }
 
-// Describes K or V as (d, seqlen_k, h_k, b), in boxes of `rows` rows.
+// Describes K or V as (d, x, y, z), in boxes of `rows` rows; y counts heads and batch entries or
+// pages, too, as TMA takes longer to issue a box of five dimensions. All keys of a ragged batch are
+// one entry unless they lie in a cache.
 template <class Traits>
-cudaError_t make_tensor_map_kv(CUtensorMap &map, Flash_fwd_params const &params, void const *ptr,
-                               int64_t batch_stride, int64_t row_stride, int64_t head_stride,
-                               int rows) {
-    MapSizes const sizes = kv_sizes<Traits>(params);
-    return make_tensor_map<4>(map, box_format<Traits>(), ptr,
-                              {params.d, sizes.rows, params.h_k, sizes.batch},
-                              {row_stride, head_stride, batch_stride},
+cudaError_t make_tensor_map_kv(CUtensorMap &x, RaggedSteps &steps, Flash_fwd_params const &params,
+                               void const *ptr, int64_t batch_stride, int64_t row_stride,
+                               int64_t head_stride, int rows) {
+    constexpr BoxFormat format = box_format<Traits>();
+    bool const ragged = params.plan_ptr != nullptr, cache = params.is_cache != 0;
+    int64_t const of_entry = ragged && !cache        ? params.total_k
+                             : Traits::kConfig.paged ? params.page_size
+                                                     : params.seqlen_k;
+    int64_t const entries = !ragged ? params.b : cache ? params.num_pages : 1;
+    RaggedAxes const axes(format.bytes, {of_entry, row_stride}, {params.h_k, head_stride},
+                          {entries, batch_stride});
+    if (axes.y_size > kRaggedSize) return cudaErrorInvalidValue;
+    steps = axes.steps;
+    // An empty cache has no address, but TMA reads one where a page does not exist.
+    void const *const begin = ptr != nullptr ? ptr : params.q_ptr;
+    return make_tensor_map<4>(x, format, begin, {params.d, kRaggedRows, axes.y_size, kRaggedSize},
+                              {axes.x_stride, axes.y_stride, axes.z_stride},
                               {Traits::kSmemRow, static_cast<cuuint32_t>(rows), 1, 1});
 }
+
+struct TensorMapsSm90 {
+    CUtensorMap q, k, v;
+    RaggedSteps q_steps, k_steps, v_steps;
+    int box_rows;              // of k and v: a box lies within one page and one key block
+    cutlass::FastDivmod page;  // divides a row's number by the rows of a page
+    sm90::CacheHint kv_hint;   // of k and v in kernels of caches; other kernels evict them last
+
+    // Boxes of fewer rows take too long to issue, as a warp issues its lanes' boxes one after the
+    // other. Pages of one token, in boxes of 128 bytes by one warp, reached 0.204 of the speed of a
+    // contiguous cache. With one query and 32/8 heads of 128, four warps that copy by cp.async
+    // reach 0.88 to 0.94 of it, boxes of 16 rows 0.96 to 1.00 (docs/facts.md).
+    static constexpr int kLeastBoxRows = 16;
+    // Whether keys and values are loaded by cp.async instead of TMA.
+    CUTE_HOST_DEVICE bool copies() const { return box_rows < kLeastBoxRows; }
+};
 
 // Returns the priority in L2 of keys and values. Keys of a small cache, each read by one tile,
 // replace each other, so that lines that earlier kernels have written are not written back
@@ -165,17 +228,17 @@ cudaError_t make_tensor_maps(TensorMapsSm90 &maps, Flash_fwd_params const &param
         // TMA writes each box to a multiple of 128 bytes.
         static_assert(TensorMapsSm90::kLeastBoxRows * Traits::kSmemRow >= 64);
     }
-    cudaError_t error = make_tensor_map_q<Traits>(maps.q, params);
+    cudaError_t error = make_tensor_map_q<Traits>(maps.q, maps.q_steps, params);
     bool const copies = Traits::kConfig.paged && maps.copies();
     if (error == cudaSuccess && !copies) {
-        error =
-            make_tensor_map_kv<Traits>(maps.k, params, params.k_ptr, params.k_batch_stride,
-                                       params.k_row_stride, params.k_head_stride, maps.box_rows);
+        error = make_tensor_map_kv<Traits>(maps.k, maps.k_steps, params, params.k_ptr,
+                                           params.k_batch_stride, params.k_row_stride,
+                                           params.k_head_stride, maps.box_rows);
     }
     if (error == cudaSuccess && !copies) {
-        error =
-            make_tensor_map_kv<Traits>(maps.v, params, params.v_ptr, params.v_batch_stride,
-                                       params.v_row_stride, params.v_head_stride, maps.box_rows);
+        error = make_tensor_map_kv<Traits>(maps.v, maps.v_steps, params, params.v_ptr,
+                                           params.v_batch_stride, params.v_row_stride,
+                                           params.v_head_stride, maps.box_rows);
     }
     return error;
 }

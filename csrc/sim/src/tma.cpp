@@ -205,14 +205,17 @@ void Sm90::check_free(uint64_t offset, uint64_t bytes, std::string const &what, 
     }
 }
 
-// Copies the box row by row; elements outside the tensor are 0.
+// Copies the box row by row; elements outside the tensor are 0. Of a box that is outside the tensor
+// as a whole a GPU reads the tensor's address (docs/facts.md), so that must not lead elsewhere.
 void Sm90::copy_rows(BulkCopy const &copy) {
     TensorMap const &map = copy.box.map;
     uint64_t const row_bytes = uint64_t(map.box[0]) * map.element_bytes;
+    bool is_outside = true;
     visit_rows(copy.box, [&](BoxRow const &from) {
         std::byte row[512] = {};
         auto const read = static_cast<uint64_t>((from.end - from.first) * map.element_bytes);
         if (read > 0) {
+            is_outside = false;
             int const region = block_.region_of(from.gmem, static_cast<int>(read));
             // Coordinates can lead to any address, for example in a ragged batch.
             bool const in_tensor =
@@ -236,6 +239,11 @@ void Sm90::copy_rows(BulkCopy const &copy) {
             std::memcpy(&async_view_[at], row + i, 16);
         }
     });
+    bool const known = state().regions.empty() || block_.region_of(as_pointer(map.address), 1) >= 0;
+    if (is_outside && !known) {
+        block_.fail(kIllegalAddress, "TMA for " + name_of(copy.barrier) +
+                                         " reads its tensor's address, which is in no tensor");
+    }
 }
 
 void Sm90::land(size_t index) {
