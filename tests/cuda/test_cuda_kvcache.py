@@ -464,6 +464,8 @@ def test_every_graph_of_a_plan_lays_out_its_tiles(kernel_class: str, sinks) -> N
         expected = flash_attn_with_kvcache(q, *cache, **options)
         graph.replay()
         assert torch.equal(out, expected), n
+        if sinks is torch.bfloat16:  # the plan is of a call outside of captures: it has to be told
+            plan.renew()
         assert torch.equal(plan(q, *cache), flash_attn_with_kvcache(q, *cache, **options)), n
     assert plan._number
 

@@ -335,11 +335,10 @@ struct MainloopFwdSm90 {
         CUTE_DEVICE WorkTile const &tile() const { return storage.tile[tiles.stage()]; }
         CUTE_DEVICE OutputOffset const &output() const { return storage.output[tiles.stage()]; }
         // The tile for the epilogue: the copy in registers or, in paged kernels and at head
-        // dimension 32, where copies spill, the published one. Under a window nvcc then gives the
-        // wgmma of the two loops different registers, so the copy stays there.
+        // dimension 32, the published one. Copies spill there, and with them nvcc gives the wgmma
+        // of the two loops different registers in some.
         CUTE_DEVICE WorkTile const &again(WorkTile const &copy) const {
-            constexpr bool kSpills = C.paged || kHeadDim == 32;
-            if constexpr (!kSpills || C.mask == MaskKind::local) return copy;
+            if constexpr (!C.paged && kHeadDim != 32) return copy;
             RingTiles same = tiles;  // nvcc would keep the address from the tile's begin on
             if constexpr (kMayRest<C>) sm90::pin_register(same.uses);
             return storage.tile[same.stage()];

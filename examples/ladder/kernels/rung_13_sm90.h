@@ -69,7 +69,7 @@ struct Rung13 : TmaTypes<CudaElement, kHeadDim, kCausal> {
             for (int wg = 0; wg < kWarpgroups; ++wg) {
                 sm90::barrier_wait(&storage.q_empty[wg], q_phase);
                 Types::load(maps.q, &storage.q_full[wg], 64, storage.q.data() + wg * 64 * 64,
-                            kTileM, 0, tile.m_block * kTileM + wg * 64, tile.head, tile.batch);
+                            kTileM, tile.m_block * kTileM + wg * 64, tile.head, tile.batch);
             }
             q_phase ^= 1;
             CUTE_NO_UNROLL

@@ -61,7 +61,8 @@ struct TmaTypes {
     using SharedStorage = typename Traits::SharedStorage;
     // What the host prepares: descriptors and the queue of tiles. Where tiles differ in length,
     // under a causal mask, CTAs steal work.
-    struct Maps : flash::TensorMapsSm90 {
+    struct Maps {
+        CUtensorMap q, k, v;
         TileQueue queue;
     };
     using Scheduler = flash::TileScheduler<C>;
@@ -101,15 +102,13 @@ struct TmaTypes {
                        : Scheduler::tile(params, index);
     }
 
-    // Rows of one head, a box for each 64 columns, page_rows rows apart. Q's coordinates have one
-    // more, 0: its place among packed heads.
-    template <class... Coordinates>
+    // Rows of one head, a box for each 64 columns, page_rows rows apart.
     CUTE_DEVICE static void load(CUtensorMap const &map, sm90::Barrier *full, int rows,
-                                 Element *smem, int page_rows, Coordinates... coordinates) {
+                                 Element *smem, int page_rows, int row, int head, int batch) {
         sm90::barrier_arrive_expect(full, rows * kHeadDim * sizeof(Element));
         for (int page = 0; page < kHeadDim / 64; ++page) {
             sm90::tma_load(&map, full, sm90::CacheHint::evict_last, smem + page * page_rows * 64,
-                           page * 64, coordinates...);
+                           page * 64, row, head, batch);
         }
     }
 
@@ -125,10 +124,31 @@ struct TmaTypes {
         return std::min<int64_t>(Scheduler::num_tiles(params), sms());
     }
 
+    // Describes Q, K or V as (d, rows, heads, b), in boxes of box_rows rows.
+    static cudaError_t make_map(CUtensorMap &map, void const *ptr, Flash_fwd_params const &params,
+                                int rows, int heads, int64_t row_stride, int64_t head_stride,
+                                int64_t batch_stride, cuuint32_t box_rows) {
+        return flash::make_tensor_map<4>(
+            map, flash::box_format<Traits>(), ptr, {params.d, rows, heads, params.b},
+            {row_stride, head_stride, batch_stride}, {64, box_rows, 1, 1});
+    }
+
     static cudaError_t make_maps(Maps &maps, Flash_fwd_params const &params) {
         maps.queue = {static_cast<int>(Scheduler::num_tiles(params)),
                       Scheduler::heads_in_group(params, sms()), nullptr, nullptr};
-        cudaError_t error = flash::make_tensor_maps<Traits>(maps, params);
+        cudaError_t error =
+            make_map(maps.q, params.q_ptr, params, params.seqlen_q, params.h, params.q_row_stride,
+                     params.q_head_stride, params.q_batch_stride, 64);
+        if (error == cudaSuccess) {
+            error =
+                make_map(maps.k, params.k_ptr, params, params.seqlen_k, params.h_k,
+                         params.k_row_stride, params.k_head_stride, params.k_batch_stride, kTileN);
+        }
+        if (error == cudaSuccess) {
+            error =
+                make_map(maps.v, params.v_ptr, params, params.seqlen_k, params.h_k,
+                         params.v_row_stride, params.v_head_stride, params.v_batch_stride, kTileN);
+        }
         if (error == cudaSuccess && kCausal && maps.queue.tiles > ctas(params)) {
             void *counter = nullptr;
             error = cudaGetSymbolAddress(&counter, tiles_taken);
