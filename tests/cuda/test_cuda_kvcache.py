@@ -380,6 +380,18 @@ def test_no_number_reaches_beyond_the_tensors(
     assert (block == 7).all()
 
 
+@pytest.mark.parametrize("page_size", [1, 64])
+def test_keys_in_a_cache_without_pages_are_zeros(kernel_class: str, page_size: int) -> None:
+    """An empty tensor has no address."""
+    q = torch.randn(2, 1, 8, 128, device="cuda", dtype=torch.bfloat16)
+    cache = q.new_empty(0, page_size, 2, 128)
+    used = torch.tensor([100, 5], dtype=torch.int32, device="cuda")
+    table = torch.full((2, 100), 7, dtype=torch.int32, device="cuda")
+    out = flash_attn_with_kvcache(q, cache, cache, cache_seqlens=used, block_table=table)
+    torch.cuda.synchronize()
+    assert (out == 0).all()
+
+
 def test_one_graph_serves_growing_sequences(kernel_class: str) -> None:
     """A graph reads lengths and tables when it runs, and its next run sees what it has appended."""
     lengths = (100, 64, 3)
