@@ -339,7 +339,8 @@ struct MainloopFwdSm90 {
         // of the two loops different registers in some.
         CUTE_DEVICE WorkTile const &again(WorkTile const &copy) const {
             if constexpr (!C.paged && kHeadDim != 32) return copy;
-            RingTiles same = tiles;  // nvcc would keep the address from the tile's begin on
+            // The copy keeps nvcc from holding the tile's address in a register all along.
+            RingTiles same = tiles;
             if constexpr (kMayRest<C>) sm90::pin_register(same.uses);
             return storage.tile[same.stage()];
         }

@@ -76,13 +76,13 @@ constexpr BoxFormat box_format() {
             Traits::kSmemRow == 64 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B};
 }
 
-// To TMA the rows of a tensor are three dimensions, x, y and z, where a sequence may end within a
-// box. A step of x is a row, and kRaggedZ steps of z are kRaggedRows rows back, as TMA computes
-// addresses modulo 2^64. Only the end of x, kRaggedRows, is ever reached: of a box that begins at
-// x = kRaggedRows - n the first n rows are loaded, and those behind them arrive as zeros. Its first
-// row is where y says, less n rows; z = kRaggedZ. The idea is that of Triton's ragged_tma. An
-// address kRaggedRows rows ahead would save z, but of a box that is outside the tensor as a whole
-// TMA reads that address (docs/facts.md).
+// Where a sequence may end within a box, the rows of a tensor are three dimensions to TMA, x, y and
+// z. A step of x is a row, and kRaggedZ steps of z are kRaggedRows rows back, as TMA computes
+// addresses modulo 2^64. At x = kRaggedRows - n, z = kRaggedZ and y of row r + n, a box begins with
+// row r. x ends behind n rows, so the box's other rows arrive as zeros. The idea is that of
+// Triton's ragged_tma. A map whose address is kRaggedRows rows lower would need no z, but TMA reads
+// a map's address for a box that is outside the tensor as a whole (docs/facts.md), and no memory
+// need be mapped there.
 inline constexpr int kRaggedRows = 1 << 30;
 inline constexpr int kRaggedZ = 1 << 30;
 inline constexpr int64_t kRaggedSize = 0x7fff0000;  // of z, and the most of y, as Triton's
@@ -140,7 +140,7 @@ CUTE_HOST_DEVICE int q_box(Flash_fwd_params const &params) {
     return params.pack_shift < 6 ? 64 >> params.pack_shift : 1;
 }
 
-// Describes Q as (d, packed heads, x, y, z); y counts grid heads and batch entries, too. Packed
+// Describes Q as (d, packed heads, x, y, z); y also counts grid heads and batch entries. Packed
 // heads vary first, as in the numbering of a tile's rows; those up to the next power of two are
 // padding, outside the tensor. All queries of a ragged batch are one entry.
 template <class Traits>
@@ -161,9 +161,8 @@ cudaError_t make_tensor_map_q(CUtensorMap &q, RaggedSteps &steps, Flash_fwd_para
                               {Traits::kSmemRow, 64 / positions, positions, 1, 1});
 }
 
-// Describes K or V as (d, x, y, z), in boxes of `rows` rows; y counts heads and batch entries or
-// pages, too, as TMA takes longer to issue a box of five dimensions. All keys of a ragged batch are
-// one entry unless they lie in a cache.
+// Describes K or V as (d, x, y, z), in boxes of `rows` rows; y also counts heads and batch entries
+// or pages. All keys of a ragged batch are one entry unless they lie in a cache.
 template <class Traits>
 cudaError_t make_tensor_map_kv(CUtensorMap &x, RaggedSteps &steps, Flash_fwd_params const &params,
                                void const *ptr, int64_t batch_stride, int64_t row_stride,
